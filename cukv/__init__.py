@@ -1,0 +1,37 @@
+"""KV-cache layouts and operations of FlashInfer for CuPy: nouns whose methods launch kernels.
+
+Nouns are frozen dataclasses over CuPy arrays (or NumPy arrays, on which the same methods run the
+definitions in ``cukv.reference``). See README.md for a tour.
+"""
+
+from cukv._arrays import CudaUnavailableError, is_available
+from cukv._kernels import warmup
+from cukv._plan import Plan
+from cukv.cascade import CascadeLevels
+from cukv.masks import PackedMask, RaggedMask, packbits, segment_packbits
+from cukv.merge import merge_state, merge_states
+from cukv.mla import MLAPagedCache
+from cukv.page_table import PageTable, batch_indices_positions
+from cukv.paged import PagedKVCache
+from cukv.ragged import RaggedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CascadeLevels",
+    "CudaUnavailableError",
+    "MLAPagedCache",
+    "PackedMask",
+    "PageTable",
+    "PagedKVCache",
+    "Plan",
+    "RaggedMask",
+    "RaggedTensor",
+    "batch_indices_positions",
+    "is_available",
+    "merge_state",
+    "merge_states",
+    "packbits",
+    "segment_packbits",
+    "warmup",
+]

@@ -1,0 +1,224 @@
+"""Arrays in and out: what counts as an array, where it lives, its dtype, DLPack both ways.
+
+A *home* is where arrays live and work is done: ``cupy`` (launches kernels) or ``numpy`` (runs the
+definitions of ``cukv.reference``). Arrays of one call share one home and, on a GPU, one device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+
+Array = Any  # cupy.ndarray or numpy.ndarray; CuPy has no usable static types
+
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT8_E5M2 = np.dtype(ml_dtypes.float8_e5m2)
+FP8 = (FLOAT8_E4M3, FLOAT8_E5M2)
+DTYPES = (FLOAT16, BFLOAT16, FLOAT32, *FP8)
+INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+
+_NAMED = {d.name: d for d in (*DTYPES, np.dtype(np.float64))}
+
+# DLPack: device types on a CUDA device; codes of the floats that CuPy cannot carry; capsule layout.
+_CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_UINT, _BFLOAT = 1, 4
+_FP8_CODES = {10: FLOAT8_E4M3, 12: FLOAT8_E5M2}
+_EXPORT_CODES = {BFLOAT16: _BFLOAT, FLOAT8_E4M3: 10, FLOAT8_E5M2: 12}
+_FLAGS_OFFSET, _VERSIONED_TENSOR_OFFSET, _CODE_OFFSET = 24, 32, 20
+_READ_ONLY = 1
+
+
+class CudaUnavailableError(RuntimeError):
+    """A kernel is needed and there is no NVIDIA GPU with a driver."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__(
+            f"{op}: needs an NVIDIA GPU and its driver, and none was found; on NumPy arrays "
+            "(xp=numpy, .to_host()) the same call runs the definition in cukv.reference"
+        )
+
+
+@functools.cache
+def _device_count() -> int:
+    return int(cp.cuda.runtime.getDeviceCount()) if cp.cuda.is_available() else 0
+
+
+def is_available() -> bool:
+    """Tell whether there is a GPU to launch kernels on."""
+    return _device_count() > 0
+
+
+# ------------------------------------------------------------------------------------------ dtypes
+
+
+def as_dtype(op: str, name: str, dtype: Any) -> np.dtype[Any]:
+    """Give the NumPy dtype of a dtype or its name, such as ``"bfloat16"``."""
+    try:
+        return _NAMED[dtype] if isinstance(dtype, str) else _NAMED[np.dtype(dtype).name]
+    except (KeyError, TypeError):
+        raise TypeError(f"{op}: {name} must be one of {list(_NAMED)}, got {dtype!r}") from None
+
+
+def empty(
+    op: str, shape: tuple[int, ...], dtype: np.dtype[Any], xp: Any, like: Array | None = None
+) -> Array:
+    """Allocate an array, on the device of ``like`` or the current one.
+
+    CuPy cannot allocate fp8, but takes it as the dtype of a view of bytes.
+    """
+    if xp is np:
+        return np.empty(shape, dtype)
+    if xp is not cp:
+        raise TypeError(f"{op}: xp must be cupy or numpy, got {xp!r}")
+    if not is_available():
+        raise CudaUnavailableError(op)
+    if like is not None and cp.cuda.runtime.getDevice() != like.data.device_id:
+        with like.device:
+            return empty(op, shape, dtype, xp)
+    if dtype in FP8:
+        return cp.empty(shape, np.uint8).view(dtype)
+    return cp.empty(shape, dtype)
+
+
+# ------------------------------------------------------------------------------------- arrays in
+
+
+def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
+    """Give ``x`` as a CuPy or NumPy array, without a copy where it is one or speaks DLPack.
+
+    A Python sequence becomes an array in the home of ``like``.
+    """
+    if isinstance(x, (cp.ndarray, np.ndarray)):
+        return x
+    if isinstance(x, (list, tuple)) and like is not None:
+        return to_home(np.asarray(x), like)
+    if not hasattr(x, "__dlpack_device__"):
+        raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {type(x)}")
+    if x.__dlpack_device__()[0] not in _CUDA_DEVICES:
+        raise TypeError(
+            f"{op}: {name} is a {type(x).__name__} in CPU memory; pass numpy.from_dlpack({name}) "
+            "to work on it in NumPy, or move it to the GPU"
+        )
+    return _from_dlpack(x)[0]
+
+
+def to_home(host: np.ndarray[Any, Any], like: Array | None) -> Array:
+    """Move a NumPy array to the home and device of ``like``; None keeps it in NumPy."""
+    if like is None or isinstance(like, np.ndarray):
+        return host
+    with like.device:
+        return cp.asarray(host)
+
+
+def read_only_reason(x: Any) -> str | None:
+    """Say why ``x`` must not be written through the array made of it; None if it may be."""
+    if isinstance(x, cp.ndarray):
+        return None
+    if isinstance(x, np.ndarray):
+        return None if x.flags.writeable else "a read-only NumPy array"
+    if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        return "a jax.Array, which is immutable: use the function of the same name in cukv.jax"
+    if hasattr(x, "__dlpack_device__") and _from_dlpack(x)[1]:
+        return "exported read-only by its producer"
+    return None
+
+
+class _Importer:
+    """Stands before a DLPack producer: notes the read-only flag, carries fp8 as bytes."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+        self.read_only = False
+        self.fp8: np.dtype[Any] | None = None
+
+    def __dlpack_device__(self) -> Any:
+        return self._producer.__dlpack_device__()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        try:
+            capsule = self._producer.__dlpack__(**kwargs)
+        except TypeError:  # a producer from before DLPack 1.0
+            capsule = self._producer.__dlpack__(stream=kwargs.get("stream"))
+        code, flags = _capsule_fields(capsule)
+        self.read_only = bool(flags & _READ_ONLY)
+        if code.value in _FP8_CODES:
+            self.fp8 = _FP8_CODES[code.value]
+            code.value = _UINT
+        return capsule
+
+
+def _from_dlpack(x: Any) -> tuple[Array, bool]:
+    """Import a CUDA producer, ordered after its stream: (array, read-only?)."""
+    importer = _Importer(x)
+    array = cp.from_dlpack(importer)
+    return (array if importer.fp8 is None else array.view(importer.fp8)), importer.read_only
+
+
+def _capsule_fields(capsule: Any) -> tuple[ctypes.c_uint8, int]:
+    """Give the type code of a capsule, in place, and its flags."""
+    get_name, get_pointer = (
+        ctypes.pythonapi.PyCapsule_GetName,
+        ctypes.pythonapi.PyCapsule_GetPointer,
+    )
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    name = get_name(capsule)
+    address = get_pointer(capsule, name)
+    if name == b"dltensor_versioned":
+        flags = ctypes.c_uint64.from_address(address + _FLAGS_OFFSET).value
+        address += _VERSIONED_TENSOR_OFFSET
+    else:
+        flags = 0
+    return ctypes.c_uint8.from_address(address + _CODE_OFFSET), flags
+
+
+# ------------------------------------------------------------------------------------- arrays out
+
+
+def to_dlpack(array: Array, **kwargs: Any) -> Any:
+    """Export an array with its own type code, bfloat16 and fp8 included."""
+    if array.dtype not in _EXPORT_CODES:
+        return array.__dlpack__(**kwargs)
+    bits = array.view(np.uint8 if array.dtype.itemsize == 1 else np.uint16)
+    capsule = bits.__dlpack__(**kwargs)
+    _capsule_fields(capsule)[0].value = _EXPORT_CODES[array.dtype]
+    return capsule
+
+
+# ---------------------------------------------------------------------------------- homes, devices
+
+
+def home(op: str, /, **arrays: Array | None) -> Any:
+    """Give ``cupy`` or ``numpy``, whichever all the arrays given belong to; None is skipped."""
+    kind: Any = None
+    first = ""
+    device = -1
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        on_host = isinstance(x, np.ndarray)
+        if not first:
+            first, kind = name, on_host
+            device = -1 if on_host else x.data.device_id
+        elif on_host is not kind:
+            where = ("on the GPU", "in NumPy")
+            raise TypeError(f"{op}: {first} is {where[kind]} but {name} is {where[on_host]}")
+        elif not on_host and x.size and x.data.device_id != device:
+            raise ValueError(
+                f"{op}: {first} is on device {device} but {name} is on device {x.data.device_id}"
+            )
+    return np if kind else cp
+
+
+def alignment(*strides_and_pointers: int) -> int:
+    """Largest power of two up to 16 that divides every byte stride and pointer."""
+    return math.gcd(16, *strides_and_pointers)

@@ -1,0 +1,188 @@
+"""What every attention call shares: checks, options, plans, and results in the caller's arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import cupy as cp
+import numpy as np
+
+from cukv import reference
+from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home
+from cukv._check import match, match_dtype, match_rows, match_writable
+from cukv._index import host_scale
+from cukv._plan import Plan
+from cukv.masks import PackedMask, RaggedMask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Mask = RaggedMask | PackedMask
+
+_FLOAT64 = np.dtype(np.float64)
+_HALVES = (FLOAT16, BFLOAT16)
+_OUTPUTS = (*_HALVES, FLOAT32)
+
+
+def no_kernel(op: str) -> NotImplementedError:
+    """Make the error of attention on CuPy arrays."""
+    return NotImplementedError(
+        f"{op}: there is no attention kernel yet; append, gather, copy_pages, masks and "
+        "merge_states run on CuPy arrays, and attention on NumPy arrays (.to_host())"
+    )
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def check_queries(op: str, name: str, q: Array, cache_dtype: np.dtype[Any]) -> None:
+    """Raise unless q's dtype goes with the dtype of the keys."""
+    on_host = isinstance(q, np.ndarray)
+    match_dtype(op, name, q, *_HALVES, *FP8, *((FLOAT32, _FLOAT64) if on_host else ()))
+    if q.dtype != cache_dtype and q.dtype in _HALVES and cache_dtype in _HALVES:
+        raise TypeError(
+            f"{op}: {name} and a 16-bit cache share a dtype, got {q.dtype.name} "
+            f"and {cache_dtype.name}"
+        )
+
+
+def check_heads(op: str, num_qo_heads: int, num_kv_heads: int) -> None:
+    """Raise unless the query heads fall into whole groups, one per KV head."""
+    if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"{op}: num_qo_heads must be a multiple of num_kv_heads={num_kv_heads}, "
+            f"got {num_qo_heads}"
+        )
+
+
+def check_options(
+    op: str,
+    head_dim: int,
+    num_qo_heads: int,
+    *,
+    sm_scale: float | None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sinks: Array | None = None,
+    **scales: Any,
+) -> dict[str, Any]:
+    """Check the options that shape the logits, and give them as the definitions take them."""
+    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"{op}: sm_scale must be finite, got {sm_scale}")
+    cap = None if logits_soft_cap is None else float(logits_soft_cap)
+    if cap is not None and not 0 <= cap < math.inf:
+        raise ValueError(f"{op}: logits_soft_cap must be 0 or more (0 = off), got {cap}")
+    if sinks is not None:
+        sinks = as_array(op, "sinks", sinks)
+        match(op, "sinks", sinks, ("num_qo_heads",), {"num_qo_heads": num_qo_heads})
+        match_dtype(op, "sinks", sinks, *_OUTPUTS, *([_FLOAT64] if home(op, s=sinks) is np else ()))
+    return {
+        "sm_scale": scale,
+        "window_left": check_window(op, window_left),
+        "logits_soft_cap": cap or None,
+        "sinks": sinks,
+        **scales,
+    }
+
+
+def check_window(op: str, window_left: int) -> int:
+    """Give the window as an int: keys to the left of the query's own position; -1 is off."""
+    window = int(window_left)
+    if window != window_left or window < -1:
+        raise ValueError(f"{op}: window_left must be a whole number, -1 = off, got {window_left}")
+    return window
+
+
+def check_mask(op: str, mask: Any, batch_size: int) -> None:
+    """Raise unless a custom mask is a mask of this batch."""
+    if not isinstance(mask, (RaggedMask, PackedMask)):
+        raise TypeError(f"{op}: custom_mask must be a RaggedMask or PackedMask, got {type(mask)}")
+    got = len(mask.qo_indptr) - 1
+    if got != batch_size:
+        raise ValueError(f"{op}: custom_mask must have batch_size={batch_size} requests, got {got}")
+
+
+def flat_mask(op: str, mask: Mask, qo_indptr: Array, kv_indptr: Array) -> Array:
+    """Give a NumPy mask as flat booleans, checked against the lengths of the call."""
+    for name, mine, theirs in (
+        ("qo_len", mask.qo_indptr, qo_indptr),
+        ("kv_len", mask.kv_indptr, kv_indptr),
+    ):
+        lens, wanted = np.diff(mine), np.diff(theirs)
+        wrong = np.flatnonzero(lens != wanted)
+        if len(wrong):
+            b = int(wrong[0])
+            raise ValueError(
+                f"{op}: custom_mask has {name}={lens[b]} for request {b}, the call {wanted[b]}"
+            )
+    mask.validate()
+    if isinstance(mask, PackedMask):
+        return reference.unpack_mask(mask.data, mask.indptr, mask.qo_indptr, mask.kv_indptr)
+    return mask.data[: int(mask.indptr[-1])]
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+
+def plan_key(q: Array, *, mask: Mask | None = None, **parts: Any) -> tuple[tuple[str, Any], ...]:
+    """Name what a plan depends on: shapes, dtypes and the options that change the work."""
+    kind = None if mask is None else type(mask).__name__
+    return (("q", (tuple(q.shape), q.dtype.name)), *parts.items(), ("custom_mask", kind))
+
+
+def require_plan(op: str, plan: Plan | None, key: tuple[tuple[str, Any], ...]) -> None:
+    """Raise unless the call was given no plan, or the plan made for it."""
+    if plan is None:
+        return
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{op}: plan must be a Plan, got {type(plan)}")
+    if plan.op != op:
+        raise ValueError(f"{op}: the plan was made for {plan.op}")
+    plan.require(op, key)
+
+
+# ----------------------------------------------------------------------------------------- results
+
+
+def run_on_host(
+    op: str,
+    q: Array,
+    head_dim_vo: int,
+    definition: Callable[[], tuple[Array, Array]],
+    out: Array | None,
+    lse: Array | None,
+    return_lse: bool,
+) -> Any:
+    """Run a definition and give its results in q's dtype or in the arrays given for them."""
+    rows, num_qo_heads = q.shape[:2]
+    shape = {"rows": rows, "num_qo_heads": num_qo_heads, "head_dim_vo": head_dim_vo}
+    for name, array in (("out", out), ("lse", lse)):
+        if array is not None:
+            dims = tuple(shape)[: 3 if name == "out" else 2]
+            match(op, name, array, dims, dict(shape))
+            match_dtype(op, name, array, *((*_OUTPUTS, _FLOAT64) if name == "out" else (FLOAT32,)))
+            match_writable(op, name, array)
+            match_rows(op, name, array)
+            home(op, q=q, **{name: array})
+    o, exact_lse = definition()
+    if out is None:
+        out = np.empty(o.shape, BFLOAT16 if q.dtype in FP8 else q.dtype)
+    # Through float32, as the kernels round: their accumulators are float32.
+    out[...] = o.astype(np.float32).astype(out.dtype) if out.dtype != _FLOAT64 else o
+    if lse is None:
+        lse = exact_lse.astype(np.float32)
+    else:
+        lse[...] = exact_lse
+    return (out, lse) if return_lse else out
+
+
+def host_scales(op: str, **scales: Any) -> dict[str, float]:
+    """Give scales as floats, for the definitions."""
+    return {name: host_scale(op, name, value) for name, value in scales.items()}
+
+
+def is_device(xp: Any) -> bool:
+    """Tell whether a home is the GPU."""
+    return xp is cp

@@ -1,0 +1,103 @@
+"""Named-dimension matcher: the checks of a call read as a table of array, shape and dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cukv._arrays import INDEX_DTYPES, Array
+
+
+def match(
+    op: str, name: str, array: Array, pattern: tuple[str, ...], dims: dict[str, int | None]
+) -> None:
+    """Bind each dimension name of ``pattern`` to the array's size, or raise.
+
+    A name bound before must have the same size again. A name that ends in ``+`` may be larger:
+    it is padding that the call does not read.
+    """
+    shape = array.shape
+    if len(shape) == len(pattern):
+        for dim, size in zip(pattern, shape, strict=True):
+            bound = dims.setdefault(dim, size)
+            if bound != size:
+                break
+        else:
+            return
+    want = ", ".join(dim if (size := dims.get(dim)) is None else f"{dim}={size}" for dim in pattern)
+    raise ValueError(f"{op}: {name} must be [{want}], got {list(shape)}")
+
+
+def match_dtype(op: str, name: str, array: Array, *allowed: np.dtype[Any]) -> None:
+    """Raise unless the array has one of the allowed dtypes."""
+    if array.dtype not in allowed:
+        names = " or ".join(d.name for d in allowed)
+        hint = bits_hint(array.dtype)
+        raise TypeError(f"{op}: {name} must be {names}, got {array.dtype.name}{hint}")
+
+
+def bits_hint(dtype: np.dtype[Any]) -> str:
+    """Say how bits held in unsigned integers become a float dtype."""
+    views = {"uint16": "ml_dtypes.bfloat16", "uint8": "ml_dtypes.float8_e4m3fn (or _e5m2)"}
+    if dtype.name not in views:
+        return ""
+    return f"; if these are the bits of another dtype, pass a view: .view({views[dtype.name]})"
+
+
+def match_index(op: str, name: str, array: Array, size: int | None = None) -> None:
+    """Raise unless the array is a 1-D int32 or int64 array, of ``size`` entries if given."""
+    if array.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {array.dtype.name}")
+    if array.ndim != 1 or (size is not None and array.shape[0] != size):
+        want = "n" if size is None else f"n={size}"
+        raise ValueError(f"{op}: {name} must be [{want}], got {list(array.shape)}")
+
+
+def match_rows(op: str, name: str, array: Array) -> None:
+    """Raise unless the last axis is contiguous and elements are aligned, as kernels read them."""
+    size = array.dtype.itemsize
+    strides = array.strides
+    if array.shape[-1] > 1 and strides[-1] != size and array.size:
+        raise ValueError(
+            f"{op}: {name} must have a contiguous last axis, got strides {strides} in bytes"
+        )
+    if math.gcd(*strides) % size and array.size:
+        raise ValueError(f"{op}: {name} must be aligned to its {size}-byte elements")
+
+
+def match_writable(op: str, name: str, array: Array) -> None:
+    """Raise if two elements of an array to be written share memory through a stride of 0."""
+    if 0 in array.strides:
+        for axis, (size, stride) in enumerate(zip(array.shape, array.strides, strict=True)):
+            if stride == 0 and size > 1 and array.size:
+                raise ValueError(
+                    f"{op}: {name} is written and must not repeat memory, "
+                    f"got stride 0 on axis {axis} of {list(array.shape)}"
+                )
+
+
+# ------------------------------------------------------- values of index arrays, on the host only
+
+
+def values(array: Array) -> np.ndarray[Any, Any]:
+    """Read an index array on the host, as int64. Synchronises if it is on a GPU."""
+    host = array if isinstance(array, np.ndarray) else array.get()
+    return np.asarray(host, dtype=np.int64)
+
+
+def check_indptr(op: str, name: str, indptr: np.ndarray[Any, Any], total: int, what: str) -> None:
+    """Raise unless ``indptr`` starts at 0, never falls and ends at or below ``total``."""
+    if len(indptr) == 0 or indptr[0] != 0:
+        got = indptr[0] if len(indptr) else "nothing"
+        raise ValueError(f"{op}: {name}[0] must be 0, got {got}")
+    falls = np.flatnonzero(np.diff(indptr) < 0)
+    if len(falls):
+        i = int(falls[0])
+        raise ValueError(
+            f"{op}: {name} falls at request {i}: {name}[{i}] = {indptr[i]}, "
+            f"{name}[{i + 1}] = {indptr[i + 1]}"
+        )
+    if indptr[-1] > total:
+        raise ValueError(f"{op}: {name} ends at {indptr[-1]}, but there are {total} {what}")

@@ -1,0 +1,88 @@
+"""Index arrays and scales as kernels take them: packed once, read through one device accessor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from cukv._arrays import FLOAT32, INDEX_DTYPES, Array, as_array, home, to_home
+from cukv._check import match_index
+from cukv._kernels import packer
+
+_pack_index = packer("Index")
+_pack_scale = packer("Scale")
+_pack_divisor = packer("Divisor")
+
+NO_INDEX = _pack_index(0, 0, 0, 0)
+UNIT_SCALE = _pack_scale(0, 1.0)
+
+
+def pack_index(array: Array | None) -> bytes:
+    """Pack a 1-D int32 or int64 CuPy array as kernels/common/index.cuh's Index; None is none."""
+    if array is None:
+        return NO_INDEX
+    return _pack_index(array.data.ptr, array.strides[0], array.shape[0], array.dtype.itemsize)
+
+
+def pack_index_argument(op: str, name: str, x: Any, size: int, like: Array) -> bytes:
+    """Check and pack an index argument of ``size`` entries for a launch beside ``like``."""
+    if not isinstance(x, cp.ndarray):
+        x = as_index(op, name, x, like)
+        home(op, array=like, **{name: x})
+    if x.dtype not in INDEX_DTYPES or x.shape != (size,):
+        match_index(op, name, x, size)
+    data = x.data
+    if data.device_id != like.data.device_id and size:
+        home(op, array=like, **{name: x})
+    return _pack_index(data.ptr, x.strides[0], size, x.dtype.itemsize)  # type: ignore[no-any-return]
+
+
+def pack_divisor(divisor: int) -> bytes:
+    """Pack a divisor so that ``n // divisor == (2 * n * magic >> 32) >> shift`` for n < 2**31.
+
+    With ``shift = ceil(log2(divisor))``, the magic number ``2**(31 + shift) / divisor`` rounded up
+    is too large by less than 1, which moves no quotient of such an n.
+    """
+    if divisor < 1 or divisor >= 1 << 31:
+        return _pack_divisor(0, 0, 0)  # type: ignore[no-any-return]  # every such n gives 0
+    shift = (divisor - 1).bit_length()
+    return _pack_divisor(divisor, -(-(1 << (31 + shift)) // divisor), shift)  # type: ignore[no-any-return]
+
+
+def as_index(op: str, name: str, x: Any, like: Array | None) -> Array:
+    """Give an index array; a Python sequence becomes int32 (int64 if a value needs it)."""
+    if not isinstance(x, (list, tuple, range)):
+        return as_array(op, name, x)
+    host = np.asarray(x, dtype=np.int64) if len(x) else np.zeros(0, np.int64)
+    if not host.size or np.abs(host).max() <= np.iinfo(np.int32).max:
+        host = host.astype(np.int32)
+    return to_home(host, like)
+
+
+def pack_scale(op: str, name: str, scale: Any, device: int) -> bytes:
+    """Pack a scale: a number, or a float32 CuPy array of one element that the kernel reads."""
+    if type(scale) is float and scale == 1.0:
+        return UNIT_SCALE
+    if isinstance(scale, cp.ndarray):
+        if scale.size != 1 or scale.dtype != FLOAT32:
+            raise ValueError(
+                f"{op}: {name} must be float32 [1], got {scale.dtype.name}{list(scale.shape)}"
+            )
+        if scale.data.device_id != device:
+            raise ValueError(
+                f"{op}: {name} is on device {scale.data.device_id}, the cache on {device}"
+            )
+        return _pack_scale(scale.data.ptr, 0.0)
+    return _pack_scale(0, host_scale(op, name, scale))
+
+
+def host_scale(op: str, name: str, scale: Any) -> float:
+    """Give a Python or NumPy scalar, 0-d or one-element NumPy array as a float."""
+    if isinstance(scale, cp.ndarray):
+        raise TypeError(f"{op}: {name} is on the GPU but the arrays are in NumPy")
+    array = np.asarray(scale)
+    if array.size != 1 or (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16"):
+        raise TypeError(f"{op}: {name} must be one number, got {scale!r}")
+    return float(array.reshape(()).astype(np.float64))

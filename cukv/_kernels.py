@@ -1,0 +1,452 @@
+"""Kernels by name: source and named template arguments -> cubin -> ``cupy.RawModule`` -> launch.
+
+``kernel(name, device, **template_args)`` gives one loaded specialisation; calling it launches it on
+CuPy's current stream with *named* parameters. The ``.cu`` file is the only place where the order of
+template arguments and the layout of the parameter struct are written: both are read from it.
+
+Compiling needs no GPU (NVRTC makes machine code for any architecture), so the check that compiles
+every specialisation uses the same ``compile_kernels`` as a first call does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import re
+import shutil
+import struct
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cupy as cp
+from cuda import pathfinder
+from cupy.cuda import get_current_stream
+from cupy_backends.cuda.api.driver import launchKernel
+from cupy_backends.cuda.api.runtime import getDevice
+from cupy_backends.cuda.libs import nvrtc
+
+from cukv._arrays import (
+    BFLOAT16,
+    FLOAT8_E4M3,
+    FLOAT8_E5M2,
+    FLOAT16,
+    FLOAT32,
+    CudaUnavailableError,
+    as_dtype,
+    is_available,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+log = logging.getLogger("cukv")
+
+_PACKAGE = Path(__file__).parent
+# A wheel carries the sources inside the package; a checkout has them beside it, where the
+# project's own pyproject.toml tells them from another distribution named "kernels".
+ROOT = (
+    _PACKAGE.parent / "kernels"
+    if (_PACKAGE.parent / "pyproject.toml").exists()
+    else _PACKAGE / "kernels"
+)
+
+SPELLING = {
+    FLOAT16: "half",
+    BFLOAT16: "cukv::bfloat16",
+    FLOAT32: "float",
+    FLOAT8_E4M3: "cukv::fp8_e4m3",
+    FLOAT8_E5M2: "cukv::fp8_e5m2",
+}
+ROW_DTYPES = tuple(SPELLING)  # what append and gather convert between
+STATE_DTYPES = (FLOAT16, BFLOAT16, FLOAT32)  # attention outputs
+
+
+# CTA sizes. Only SCAN_THREADS is written in the kernels too (common/scan.cuh).
+SCAN_THREADS = 1024
+_THREADS = 256
+_WARP = 32
+
+
+def one_per_thread(size: int) -> tuple[int, int]:
+    """Grid and CTA for one thread per entry."""
+    return -(-size // _THREADS), _THREADS
+
+
+def one_per_warp(size: int) -> tuple[int, int]:
+    """Grid and CTA for one warp per entry."""
+    return -(-size * _WARP // _THREADS), _THREADS
+
+
+ONE_SCAN = (1, SCAN_THREADS)  # grid and CTA of a prefix sum
+
+
+# ------------------------------------------------------------------ the table of specialisations
+
+
+def vector_size(*dtypes: Any) -> int:
+    """Elements that one thread moves at a time: 16 bytes of the widest dtype."""
+    return 16 // max(d.itemsize for d in dtypes)
+
+
+def _with_vectors(*names: str, dtypes: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    for combination in itertools.product(dtypes, repeat=len(names)):
+        for vec in (vector_size(*combination), 1):
+            yield {**dict(zip(names, combination, strict=True)), "VEC": vec}
+
+
+@functools.cache
+def specialisations() -> dict[str, list[dict[str, Any]]]:
+    """Every specialisation that may be launched: kernel name -> its sets of template arguments."""
+    return {
+        "append": list(_with_vectors("FROM", "K_TO", "V_TO", dtypes=ROW_DTYPES)),
+        "batch_indices_positions": [{}],
+        "block_table": [{}],
+        "byte_indptr": [{}],
+        "copy_pages": [{"BYTES": size} for size in (16, 4, 2, 1)],
+        "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
+        "mask_indptr": [{}],
+        "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
+        "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
+        "page_indices": [{}],
+        "page_indptr": [{}],
+        "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
+        "seq_lens": [{}],
+        "slot_mapping": [{}],
+        "token_indptr": [{}],
+    }
+
+
+# --------------------------------------------------------------------------- reading the sources
+
+
+@functools.cache
+def source(name: str) -> str:
+    """Text of ``kernels/<name>.cu`` followed by nothing: includes stay includes."""
+    return (ROOT / f"{name}.cu").read_text(encoding="utf-8")
+
+
+@functools.cache
+def _headers() -> str:
+    return "\n".join(p.read_text(encoding="utf-8") for p in sorted(ROOT.glob("common/*.cuh")))
+
+
+@functools.cache
+def _digest() -> str:
+    """Hash every kernel source: an edited header must never find an old cubin."""
+    sha = hashlib.sha256()
+    for path in sorted(p for p in ROOT.rglob("*") if p.suffix in {".cu", ".cuh"}):
+        sha.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return sha.hexdigest()
+
+
+def _template_names(name: str) -> list[str]:
+    found = re.search(rf"(?:template <([^>]*)>\s*)?__global__[^;{{]*?\b{name}\(", source(name))
+    if found is None:
+        raise ValueError(f"kernels/{name}.cu defines no __global__ function {name}")
+    return [p.split()[-1] for p in found[1].split(",")] if found[1] else []
+
+
+_SCALARS = {"int32_t": "i", "uint32_t": "I", "float": "f", "int64_t": "q", "uint64_t": "Q"}
+
+
+class Layout(NamedTuple):
+    """A C struct as Python packs it; nested structs are fields of already packed bytes."""
+
+    names: tuple[str, ...]
+    format: str
+    size: int
+    alignment: int
+
+
+@functools.cache
+def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
+    """Read a parameter struct from the sources, with C's own alignment rules."""
+    text = (source(kernel_name) if kernel_name else "") + _headers()
+    found = re.search(rf"struct {struct_name} \{{\n(.*?)\n\}};", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"no struct {struct_name} in kernels/{kernel_name}.cu or kernels/common")
+    # A field is a statement of the struct itself without a call; the rest are member functions.
+    body = re.sub(r" *//[^\n]*", "", found[1])
+    names, fmt, size, alignment = [], "=", 0, 1
+    for line in re.findall(r"^    ([^\s(][^(\n]*;)$", body, re.MULTILINE):
+        parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+);", line)
+        if parsed is None:
+            raise ValueError(f"struct {struct_name}: one plain field per line, got {line!r}")
+        declared, field = parsed.groups()
+        if declared.endswith("*"):
+            code, width, align = "Q", 8, 8
+        elif declared in _SCALARS:
+            code = _SCALARS[declared]
+            width = align = struct.calcsize("=" + code)
+        else:
+            nested = struct_layout(declared, kernel_name)
+            code, width, align = f"{nested.size}s", nested.size, nested.alignment
+        pad = -size % align
+        fmt += f"{pad}x{code}"
+        size, alignment = size + pad + width, max(alignment, align)
+        names.append(field)
+    tail = -size % alignment
+    return Layout(tuple(names), f"{fmt}{tail}x", size + tail, alignment)
+
+
+def packer(struct_name: str) -> Any:
+    """Give ``pack(*fields) -> bytes`` for a struct of kernels/common, in declared order."""
+    return struct.Struct(struct_layout(struct_name).format).pack
+
+
+# -------------------------------------------------------------------------------------- compiling
+
+
+@functools.cache
+def cuda_include() -> str:
+    """Folder of cuda_fp16.h and its kin, from the runtime-header wheel or a CUDA toolkit."""
+    folder = pathfinder.find_nvidia_header_directory("cudart")
+    if folder is None:
+        raise RuntimeError(
+            "cukv: the CUDA headers were not found; `pip install nvidia-cuda-runtime-cu12` "
+            "(with cupy-cuda12x) or set CUDA_PATH to a CUDA toolkit"
+        )
+    return str(folder)
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """NVRTC options for one architecture, e.g. ``sm_90a``."""
+    return (
+        f"--gpu-architecture={arch}",
+        "-std=c++17",
+        "-default-device",
+        "-lineinfo",
+        "--ptxas-options=-v",  # registers, stack and spills go to the log
+        f"-I{ROOT}",
+        f"-I{cuda_include()}",
+    )
+
+
+def _symbol(name: str, template_args: dict[str, Any]) -> str:
+    declared = _template_names(name)
+    if sorted(declared) != sorted(template_args):
+        raise TypeError(f"{name}: template takes {declared}, got {sorted(template_args)}")
+    args = ", ".join(str(SPELLING.get(template_args[p], template_args[p])) for p in declared)
+    return f"cukv::{name}<{args}>" if declared else f"cukv::{name}"
+
+
+def compile_kernels(
+    name: str, arch: str, template_args: Sequence[dict[str, Any]]
+) -> tuple[bytes, list[str], str]:
+    """Compile specialisations of one file: (cubin, lowered names, compiler's log). Needs no GPU."""
+    symbols = [_symbol(name, args) for args in template_args]
+    # Naming the parameter struct's size lets the kernel assert it: the two sides cannot drift.
+    params = struct_layout(_params_struct(name), name)
+    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
+    try:
+        for symbol in symbols:
+            nvrtc.addNameExpression(program, symbol)
+        try:
+            nvrtc.compileProgram(program, (*options(arch), f"-DPARAMS_BYTES={params.size}"))
+        except nvrtc.NVRTCError as error:
+            text = nvrtc.getProgramLog(program)
+            raise RuntimeError(f"cukv: {symbols[0]} for {arch}: {error}\n{text}") from error
+        lowered = [nvrtc.getLoweredName(program, symbol) for symbol in symbols]
+        return nvrtc.getCUBIN(program), lowered, nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _params_struct(name: str) -> str:
+    """Name of a kernel's parameter struct: its own name in camel case, e.g. CopyPagesParams."""
+    return "".join(word.capitalize() for word in name.split("_")) + "Params"
+
+
+# ---------------------------------------------------------------------------------- cubins on disk
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Folder of compiled kernels: CUKV_CACHE_DIR, else the user's cache, else a temporary one."""
+    named, base = (os.environ.get(name) for name in ("CUKV_CACHE_DIR", "XDG_CACHE_HOME"))
+    try:
+        folder = Path(named or Path(base or Path("~/.cache").expanduser(), "cukv"))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        temporary = tempfile.mkdtemp(prefix="cukv-")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        log.warning("cannot write compiled kernels (%s): they go to %s", error, temporary)
+        return Path(temporary)
+
+
+def _cubin(name: str, arch: str, template_args: dict[str, Any]) -> tuple[Path, str]:
+    """Path of a specialisation's cubin and its lowered name, compiled unless already on disk."""
+    symbol, flags = _symbol(name, template_args), options(arch)
+    headers = Path(cuda_include(), "cuda_fp16.h").stat().st_mtime_ns
+    identity = repr((symbol, flags, headers, nvrtc.getVersion(), _digest()))
+    key = f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+    path, lowered_path = (cache_folder() / f"{key}{suffix}" for suffix in (".cubin", ".name"))
+    if not (path.exists() and lowered_path.exists()):
+        log.info("compiling %s for %s", symbol, arch)
+        cubin, lowered, _ = compile_kernels(name, arch, [template_args])
+        # The name first: whoever sees the cubin finds its name too.
+        _write_whole(lowered_path, lowered[0].encode())
+        _write_whole(path, cubin)
+    return path, lowered_path.read_text(encoding="ascii")
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write so that other processes see nothing or all of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+# ------------------------------------------------------------------------------ loading, launching
+
+
+class _Staging(threading.local):
+    """Where this thread packs a launch's parameters; the driver copies them during the call."""
+
+    def __init__(self) -> None:
+        self.memory = (ctypes.c_char * 4096)()
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))
+        self.address = ctypes.addressof(self._pointers)
+
+
+_STAGING = _Staging()
+
+
+class Kernel:
+    """One loaded specialisation; calling it launches it on CuPy's current stream."""
+
+    __slots__ = ("_count", "_device", "_function", "_name", "_pack_into", "_raw", "_values")
+
+    def __init__(self, name: str, device: int, raw: Any) -> None:
+        layout = struct_layout(_params_struct(name), name)
+        self._name, self._device = name, device
+        self._raw = raw  # owns the module that holds the function
+        self._function = raw.kernel.ptr
+        self._pack_into = struct.Struct(layout.format).pack_into
+        names = layout.names
+        self._values = itemgetter(*names) if len(names) > 1 else lambda params: (params[names[0]],)
+        self._count = len(names)
+
+    def __call__(self, grid: int, cta: int, smem_bytes: int = 0, /, **params: Any) -> None:
+        """Launch ``grid`` CTAs of ``cta`` threads. Parameters are the fields of the struct."""
+        if len(params) != self._count:
+            raise TypeError(f"{self._name}: takes {self._count} parameters, got {sorted(params)}")
+        if getDevice() != self._device:
+            with cp.cuda.Device(self._device):
+                self(grid, cta, smem_bytes, **params)
+            return
+        staging = _STAGING
+        self._pack_into(staging.memory, 0, *self._values(params))
+        stream = get_current_stream().ptr
+        address = staging.address
+        launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
+
+
+_loaded: dict[tuple[Any, ...], Kernel] = {}
+_locks: dict[tuple[Any, ...], threading.Lock] = {}
+
+
+def kernel(name: str, device: int, /, **template_args: Any) -> Kernel:
+    """Give a specialisation loaded on a device."""
+    key = (name, device, *template_args.items())
+    return _loaded.get(key) or _load(key, name, device, template_args)
+
+
+def _load(key: tuple[Any, ...], name: str, device: int, args: dict[str, Any]) -> Kernel:
+    if args not in specialisations()[name]:
+        known = [tuple(map(str, s.values())) for s in specialisations()[name]]
+        wanted = {n: str(a) for n, a in args.items()}
+        raise NotImplementedError(f"{name}: no specialisation {wanted}; there are {known}")
+    with _locks.setdefault(key, threading.Lock()):
+        if key not in _loaded:
+            path, lowered = _cubin(name, arch_of(device), args)
+            with cp.cuda.Device(device):
+                raw = cp.RawModule(path=str(path)).get_function(lowered)
+                _loaded[key] = Kernel(name, device, raw)
+        return _loaded[key]
+
+
+@functools.cache
+def num_sms(device: int) -> int:
+    """Count the multiprocessors of a device."""
+    return int(cp.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@functools.cache
+def arch_of(device: int) -> str:
+    """Architecture to compile for; from sm_90 on with its own features (wgmma needs sm_90a)."""
+    capability = cp.cuda.Device(device).compute_capability
+    return f"sm_{capability}{'a' if int(capability) >= 90 else ''}"
+
+
+def warmup(*kernels: str, dtypes: Sequence[Any] = ("bfloat16",), device: int | None = None) -> None:
+    """Compile and load kernels now, so that no later call, and no graph capture, has to.
+
+    Parameters
+    ----------
+    kernels : names
+        Names of ``kernels/*.cu``; all of them by default.
+    dtypes : dtypes or names
+        Dtypes of the rows and caches that will be used; every combination of them is compiled.
+    device : int
+        CUDA device; the current one by default.
+
+    Raises
+    ------
+    CudaUnavailableError
+        There is no GPU.
+    ValueError
+        A name that is not a kernel's.
+    """
+    if not is_available():
+        raise CudaUnavailableError("warmup")
+    unknown = set(kernels) - set(specialisations())
+    if unknown:
+        known = list(specialisations())
+        raise ValueError(f"warmup: no kernel {sorted(unknown)}; there are {known}")
+    wanted = {as_dtype("warmup", "dtypes", d) for d in dtypes}
+    with cp.cuda.Device(device) as current:
+        chosen = [
+            (name, args)
+            for name in kernels or specialisations()
+            for args in specialisations()[name]
+            if all(value in wanted for value in args.values() if value in SPELLING)
+        ]
+        arch = arch_of(current.id)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda chosen_one: _cubin(chosen_one[0], arch, chosen_one[1]), chosen))
+        for name, args in chosen:
+            kernel(name, current.id, **args)
+
+
+def info() -> dict[str, Any]:
+    """Describe what kernels are made with and run on; works without a GPU."""
+    gpus, driver = [], "none"
+    if is_available():
+        driver = str(cp.cuda.runtime.driverGetVersion())
+        for i in range(cp.cuda.runtime.getDeviceCount()):
+            name = cp.cuda.runtime.getDeviceProperties(i)["name"].decode()
+            gpus.append(f"{name} (compute capability {cp.cuda.Device(i).compute_capability})")
+    return {
+        "gpu": ", ".join(gpus) or "none",
+        "driver": f"CUDA {driver[:-3]}.{driver[-2]}" if gpus else "none",
+        "nvrtc": ".".join(map(str, nvrtc.getVersion())),
+        "cache_folder": str(cache_folder()),
+        "kernels": ", ".join(specialisations()),
+    }

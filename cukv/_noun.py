@@ -1,0 +1,122 @@
+"""What all nouns share: they show their structure, move between homes and own their copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import cupy as cp
+import numpy as np
+
+from cukv._arrays import Array, CudaUnavailableError, home, is_available, to_dlpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Self = TypeVar("Self", bound="Noun")
+
+
+class Noun:
+    """Base of the dataclasses: frozen structure over arrays whose contents may be written.
+
+    Equality is identity and nouns hash by it. ``repr`` never reads the device. ``copy.deepcopy``
+    and pickle make nouns that own their buffers.
+    """
+
+    def _fields(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def _set(self, **attributes: Any) -> None:
+        """Set fields and cached values while a frozen dataclass is being made."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
+
+    def _home(self) -> Any:
+        """``cupy`` or ``numpy``: where this noun's arrays live."""
+        return home(type(self).__name__, **{f"array {i}": a for i, a in enumerate(_arrays(self))})
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{n}={_show(v)}" for n, v in self._fields().items() if v is not None)
+        arrays = _arrays(self)
+        where = "numpy"
+        if arrays and not isinstance(arrays[0], np.ndarray):
+            where = f"cuda:{arrays[0].data.device_id}"
+        return f"{type(self).__name__}({fields}, device={where})"
+
+    def to_host(self: Self) -> Self:
+        """Copy to NumPy arrays. Synchronises; a noun that is there already is returned as it is."""
+        if self._home() is np:
+            return self
+        return self._map(lambda a: a.get())
+
+    def to_device(self: Self) -> Self:
+        """Copy to CuPy arrays on the current device; a noun on a GPU is returned as it is."""
+        if self._home() is cp:
+            return self
+        if not is_available():
+            raise CudaUnavailableError(f"{type(self).__name__}.to_device")
+        return self._map(_to_device)
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        return self._map(lambda a: a.copy())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self._fields().values())
+
+    def _map(self: Self, change: Callable[[Array], Array]) -> Self:
+        """Make the same noun over changed arrays."""
+        return type(self)(*(_map(value, change) for value in self._fields().values()))
+
+
+class ArrayNoun(Noun):
+    """A noun that exports its ``data`` through DLPack, bfloat16 and fp8 with their own codes."""
+
+    data: Array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Export ``data``, zero-copy, ordered after CuPy's current stream."""
+        return to_dlpack(self._exported(), **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        """DLPack device of ``data``."""
+        return self._exported().__dlpack_device__()
+
+    def _exported(self) -> Array:
+        if isinstance(self.data, tuple):
+            names = [n for n in ("k", "v", "ckv", "kpe") if hasattr(self, n)]
+            raise BufferError(
+                f"{type(self).__name__}: a pair of arrays is not one DLPack array; "
+                f"export .{names[0]} and .{names[1]}"
+            )
+        return self.data
+
+
+def _to_device(array: np.ndarray[Any, Any]) -> Array:
+    # CuPy's own copy to the device does not know fp8, which travels as bytes.
+    if array.dtype.itemsize == 1 and array.dtype.name.startswith("float8"):
+        return cp.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
+    return cp.asarray(array)
+
+
+def _map(value: Any, change: Callable[[Array], Array]) -> Any:
+    if isinstance(value, (cp.ndarray, np.ndarray)):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_map(v, change) for v in value)
+    return value._map(change) if isinstance(value, Noun) else value
+
+
+def _arrays(value: Any) -> list[Array]:
+    if isinstance(value, (cp.ndarray, np.ndarray)):
+        return [value]
+    if isinstance(value, Noun):
+        value = tuple(value._fields().values())
+    return [a for v in value for a in _arrays(v)] if isinstance(value, tuple) else []
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (cp.ndarray, np.ndarray)):
+        return f"{value.dtype.name}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_show, value))})"
+    return repr(value)

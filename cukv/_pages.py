@@ -1,0 +1,452 @@
+"""Pages of storage arrays: the addressing that K, V, ckv and kpe share, and what moves rows.
+
+A cache is a ``PagePair``, two storage arrays (K and V, or ckv and kpe) under one page table; its
+``append``, ``gather`` and ``copy_pages`` are the pair's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cupy as cp
+import numpy as np
+
+from cukv import reference
+from cukv._arrays import DTYPES, FP8, Array, alignment, as_dtype, empty, home
+from cukv._check import check_indptr, match, match_dtype, match_index, match_rows, match_writable
+from cukv._check import values as host_values
+from cukv._index import (
+    NO_INDEX,
+    UNIT_SCALE,
+    as_index,
+    host_scale,
+    pack_divisor,
+    pack_index,
+    pack_index_argument,
+    pack_scale,
+)
+from cukv._kernels import Kernel, kernel, num_sms, packer, vector_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cukv.page_table import PageTable
+
+_pack_pages = packer("Pages")
+_pack_rows = packer("Rows")
+
+_BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
+
+# How rows are dealt to CTAs. The first two are written in kernels/common/rows.cuh too.
+ROW_THREADS = 256
+MAX_ROWS_PER_CTA = 256
+_CTAS_PER_SM = 8
+_VECS_PER_THREAD = 4  # enough to pay for finding the rows' slots, few enough to walk close together
+
+
+class Pages:
+    """One storage array seen as ``[max_num_pages, page_size, num_heads, head_dim]``."""
+
+    __slots__ = ("alignment", "array", "device", "name", "packed", "read_only")
+
+    def __init__(self, op: str, name: str, array: Array, read_only: str | None) -> None:
+        match_rows(op, name, array)
+        self.name, self.array, self.read_only = name, array, read_only
+        self.device, self.packed, self.alignment = -1, b"", 16
+        if isinstance(array, cp.ndarray):
+            page, token, head, _ = array.strides
+            self.device = array.data.device_id
+            self.packed = _pack_pages(array.data.ptr, page, token, head, array.shape[0])
+            self.alignment = alignment(array.data.ptr, *_outer_strides(array))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the elements."""
+        return self.array.dtype  # type: ignore[no-any-return]
+
+    def require_writable(self, op: str) -> None:
+        """Raise if the storage must not be written."""
+        if self.read_only is not None:
+            raise TypeError(f"{op}: {self.name} is {self.read_only}")
+        match_writable(op, self.name, self.array)
+
+
+def _outer_strides(array: Array) -> list[int]:
+    """Byte strides that addressing uses: those of axes longer than 1, without the last axis."""
+    return [s for n, s in zip(array.shape[:-1], array.strides[:-1], strict=True) if n > 1]
+
+
+class _Fit(NamedTuple):
+    """How rows of one shape and stride fit one storage array."""
+
+    num_heads: int  # 1 where the heads of both sides are contiguous: one long head
+    head_dim: int
+    aligned: bool  # strides of both sides and the storage keep 16-byte vectors whole
+
+    @classmethod
+    def of(cls, rows: Array, pages: Pages) -> _Fit:
+        _, num_heads, head_dim = rows.shape
+        whole = num_heads == 1 or (
+            rows.strides[1] == head_dim * rows.itemsize
+            and pages.array.strides[2] == head_dim * pages.array.itemsize
+        )
+        if whole:
+            num_heads, head_dim = 1, num_heads * head_dim
+        return cls(num_heads, head_dim, alignment(pages.alignment, *_outer_strides(rows)) == 16)
+
+    def takes(self, vec: int) -> bool:
+        return self.aligned and self.head_dim % vec == 0
+
+
+class _Deal:
+    """How rows of one signature are dealt to CTAs, as vectors of ``vec`` elements."""
+
+    __slots__ = ("_columns", "_most", "_packed", "_strides")
+
+    def __init__(self, rows: Array, fit: _Fit, vec: int) -> None:
+        self._strides = rows.strides[:2]
+        columns_per_head = fit.head_dim // vec
+        self._columns = fit.num_heads * columns_per_head
+        self._most = max(1, min(MAX_ROWS_PER_CTA, _VECS_PER_THREAD * ROW_THREADS // self._columns))
+        self._packed = pack_divisor(self._columns), pack_divisor(columns_per_head)
+
+    def pack(self, pointer: int, nnz: int, device: int) -> tuple[bytes, int]:
+        """Give rows at an address as kernels take them, and the CTAs that move them."""
+        share = -(-nnz // (num_sms(device) * _CTAS_PER_SM))  # rows, were all CTAs resident
+        full = -(-ROW_THREADS // self._columns)  # rows that fill a CTA
+        rows = min(max(share, full), self._most) if self._columns else 1
+        packed = _pack_rows(pointer, *self._strides, *self._packed, rows, 0)
+        return packed, -(-nnz // rows) if self._columns else 0
+
+
+class _AppendMove:
+    """Append of rows of one signature: their dtypes, shapes and strides, checked once."""
+
+    def __init__(self, op: str, caches: tuple[Pages, Pages], rows: tuple[Array, Array]) -> None:
+        dims: dict[str, int | None] = {}
+        for pages, array in zip(caches, rows, strict=True):
+            _, _, num_heads, head_dim = pages.array.shape
+            dims.update(num_heads=num_heads, head_dim=head_dim)
+            match(op, pages.name, array, ("nnz", "num_heads", "head_dim"), dims)
+            match_rows(op, pages.name, array)
+            on_host = isinstance(array, np.ndarray)
+            match_dtype(op, pages.name, array, *DTYPES, *((_FLOAT64,) if on_host else ()))
+            pages.require_writable(op)
+        (k, v), (k_cache, v_cache) = rows, caches
+        match_dtype(op, v_cache.name, v, k.dtype)
+        if k_cache.packed:
+            fits = _Fit.of(k, k_cache), _Fit.of(v, v_cache)
+            self._dtypes = {"FROM": k.dtype, "K_TO": k_cache.dtype, "V_TO": v_cache.dtype}
+            self._device, vec = k_cache.device, vector_size(*self._dtypes.values())
+            self._vec = vec if all(fit.takes(vec) for fit in fits) else 1
+            self._deals = {n: (_Deal(k, fits[0], n), _Deal(v, fits[1], n)) for n in {1, self._vec}}
+
+    def choose(self, k_pointer: int, v_pointer: int) -> tuple[Kernel, _Deal, _Deal]:
+        """Give the kernel for rows at these addresses, and how it deals K and V."""
+        vec = 1 if (k_pointer | v_pointer) % 16 else self._vec
+        return kernel("append", self._device, **self._dtypes, VEC=vec), *self._deals[vec]
+
+
+class PagePair:
+    """The two storage arrays of a cache, under one page table."""
+
+    __slots__ = ("_append_moves", "first", "page_size", "second")
+
+    def __init__(self, first: Pages, second: Pages) -> None:
+        self.first, self.second = first, second
+        self.page_size = int(first.array.shape[1])
+        self._append_moves: dict[tuple[Any, ...], _AppendMove] = {}
+
+    def __iter__(self) -> Iterator[Pages]:
+        return iter((self.first, self.second))
+
+    def check_table(self, op: str, table: PageTable) -> None:
+        """Raise unless the table's pages are of this size."""
+        if table.page_size != self.page_size:
+            raise ValueError(
+                f"{op}: the table's page_size is {table.page_size}, the cache's {self.page_size}"
+            )
+
+    # ------------------------------------------------------------------------------------- append
+
+    def append(
+        self,
+        op: str,
+        k: Array,
+        v: Array,
+        table: PageTable,
+        indptr: Array | None,
+        batch_indices: Array | None,
+        positions: Array | None,
+        k_scale: Any,
+        v_scale: Any,
+    ) -> None:
+        """Write packed rows into the pages of both storage arrays, in one launch."""
+        move = self._append_move(op, k, v, table)
+        nnz, batch_size, like = k.shape[0], table.batch_size, table.indptr
+        _check_row_arguments(op, nnz, batch_size, indptr, batch_indices, positions)
+        if isinstance(k, np.ndarray):
+            pairs = ((self.first, k_scale), (self.second, v_scale))
+            scales = [_append_scale(op, pages, scale, None) for pages, scale in pairs]
+            self._append_on_host(op, (k, v), table, indptr, batch_indices, positions, scales)
+            return
+        rows = batch = token = NO_INDEX
+        if indptr is not None:
+            rows = pack_index_argument(op, "indptr", indptr, batch_size + 1, like)
+        elif positions is not None:
+            batch = pack_index_argument(op, "batch_indices", batch_indices, nnz, like)
+            token = pack_index_argument(op, "positions", positions, nnz, like)
+        k_factor = _append_scale(op, self.first, k_scale, self.first.device)
+        v_factor = _append_scale(op, self.second, v_scale, self.first.device)
+        if nnz == 0 or batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]:
+            return
+
+        k_pointer, v_pointer = k.data.ptr, v.data.ptr
+        launch, k_deal, v_deal = move.choose(k_pointer, v_pointer)
+        k_rows, k_ctas = k_deal.pack(k_pointer, nnz, self.first.device)
+        v_rows, v_ctas = v_deal.pack(v_pointer, nnz, self.first.device)
+        launch(
+            k_ctas + v_ctas,
+            ROW_THREADS,
+            table=table.packed,
+            k_cache=self.first.packed,
+            v_cache=self.second.packed,
+            k=k_rows,
+            v=v_rows,
+            indptr=rows,
+            batch_indices=batch,
+            positions=token,
+            k_scale=k_factor,
+            v_scale=v_factor,
+            nnz=nnz,
+            k_ctas=k_ctas,
+            requests_per_row=batch_size / nnz,
+        )
+
+    def _append_move(self, op: str, k: Array, v: Array, table: PageTable) -> _AppendMove:
+        """Check homes, devices and sizes of a call, and find the move of its signature."""
+        if table.page_size != self.page_size or k.shape[:1] != v.shape[:1]:
+            self.check_table(op, table)
+            match(op, self.second.name, v, ("nnz", "num_heads", "head_dim"), {"nnz": len(k)})
+        home(
+            op,
+            cache=self.first.array,
+            table=table.indptr,
+            **{self.first.name: k, self.second.name: v},
+        )
+        signature = (k.dtype, k.strides, k.shape[1:], v.dtype, v.strides, v.shape[1:])
+        move = self._append_moves.get(signature)
+        if move is None:
+            move = self._append_moves[signature] = _AppendMove(
+                op, (self.first, self.second), (k, v)
+            )
+        return move
+
+    def _append_on_host(
+        self,
+        op: str,
+        rows: tuple[Array, Array],
+        table: PageTable,
+        indptr: Array | None,
+        batch_indices: Array | None,
+        positions: Array | None,
+        scales: list[float],
+    ) -> None:
+        nnz, like = len(rows[0]), table.indptr
+        table.validate(self.first.array.shape[0])
+        if positions is None or batch_indices is None:
+            if indptr is None:
+                indptr = np.arange(table.batch_size + 1)
+            indptr = as_index(op, "indptr", indptr, like)
+            match_index(op, "indptr", indptr, table.batch_size + 1)
+            home(op, table=like, indptr=indptr)
+            check_indptr(op, "indptr", host_values(indptr), nnz, "rows")
+            batch_indices, positions = reference.batch_indices_positions(
+                indptr, table.seq_lens, nnz
+            )
+        batch_indices = as_index(op, "batch_indices", batch_indices, like)
+        positions = as_index(op, "positions", positions, like)
+        for name, array in (("batch_indices", batch_indices), ("positions", positions)):
+            match_index(op, name, array, nnz)
+            home(op, table=like, **{name: array})
+        for pages, array, scale in zip(self, rows, scales, strict=True):
+            csr = (table.indptr, table.indices)
+            reference.append(pages.array, array, *csr, batch_indices, positions, scale)
+
+    # ------------------------------------------------------------------------------------- gather
+
+    def gather(
+        self,
+        op: str,
+        table: PageTable,
+        nnz: int | None,
+        dtype: Any,
+        scales: tuple[Any, Any],
+    ) -> tuple[Array, Array, Array]:
+        """Copy every request's tokens out of both arrays: (first, second, token_indptr)."""
+        xp = home(op, cache=self.first.array, table=table.indptr)
+        self.check_table(op, table)
+        length = len(table.indices) * table.page_size if nnz is None else int(nnz)
+        if length < 0:
+            raise ValueError(f"{op}: nnz must be 0 or more, got {nnz}")
+        to = [p.dtype if dtype is None else as_dtype(op, "dtype", dtype) for p in self]
+        for pages, kind, scale in zip(self, to, scales, strict=True):
+            _check_gather_scale(op, pages, kind, scale)
+        if xp is np:
+            table.validate(self.first.array.shape[0])
+        indptr = table.token_indptr
+        gather = _gather_on_host if xp is np else _gather_array
+        first, second = (
+            gather(op, pages, table, indptr, length, kind, scale)
+            for pages, kind, scale in zip(self, to, scales, strict=True)
+        )
+        return first, second, indptr
+
+    # --------------------------------------------------------------------------------- copy_pages
+
+    def copy_pages(self, op: str, src: Any, dst: Any) -> None:
+        """Copy whole pages of both arrays, as if all sources were read first."""
+        like = self.first.array
+        src, dst = as_index(op, "src", src, like), as_index(op, "dst", dst, like)
+        xp = home(op, cache=like, src=src, dst=dst)
+        match_index(op, "src", src)
+        match_index(op, "dst", dst, len(src))
+        for pages in self:
+            pages.require_writable(op)
+        if xp is np:
+            _check_page_ids(op, "src", src, len(like))
+            _check_page_ids(op, "dst", dst, len(like))
+        for pages in self:
+            if xp is np:
+                reference.copy_pages(pages.array, src, dst)
+            elif len(src) and pages.array.size:
+                _copy_array(op, pages, src, dst)
+
+
+def _check_row_arguments(
+    op: str,
+    nnz: int,
+    batch_size: int,
+    indptr: Array | None,
+    batch_indices: Array | None,
+    positions: Array | None,
+) -> None:
+    """Raise unless the arguments that say where rows go are one of the three kinds."""
+    if indptr is None and batch_indices is None and positions is None:
+        if nnz < batch_size:
+            raise ValueError(
+                f"{op}: without indptr or positions there must be one row per request, "
+                f"got {nnz} rows for {batch_size} requests"
+            )
+    elif (batch_indices is None) != (positions is None) or (
+        indptr is not None and positions is not None
+    ):
+        raise ValueError(f"{op}: give indptr, or batch_indices and positions, or none of them")
+
+
+def _append_scale(op: str, pages: Pages, scale: Any, device: int | None) -> Any:
+    """Pack a scale (or give it as a float, for NumPy); only fp8 pages hold scaled values."""
+    if device is not None and type(scale) is float and scale == 1.0:
+        return UNIT_SCALE
+    name = f"{pages.name}_scale"
+    packed = host_scale(op, name, scale) if device is None else pack_scale(op, name, scale, device)
+    if packed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
+        raise ValueError(
+            f"{op}: {name} must be 1.0, got {scale}: only fp8 pages hold scaled values, "
+            f"these are {pages.dtype.name}"
+        )
+    return packed
+
+
+def _check_gather_scale(op: str, pages: Pages, dtype: np.dtype[Any], scale: Any) -> None:
+    """Refuse a scale where rows keep the cache's bits."""
+    name = f"{pages.name}_scale"
+    given = isinstance(scale, cp.ndarray) or host_scale(op, name, scale) != 1.0
+    if given and dtype == pages.dtype:
+        raise ValueError(
+            f"{op}: {name} must be 1.0 where rows keep the cache's dtype and bits; "
+            "name another dtype to get values times scale"
+        )
+
+
+def _gather_on_host(
+    op: str,
+    pages: Pages,
+    table: PageTable,
+    token_indptr: Array,
+    nnz: int,
+    dtype: np.dtype[Any],
+    scale: Any,
+) -> Array:
+    if token_indptr[-1] > nnz:
+        raise ValueError(f"{op}: nnz must be at least {token_indptr[-1]} tokens, got {nnz}")
+    rows = np.zeros((nnz, *pages.array.shape[2:]), dtype)
+    to = None if dtype == pages.dtype else dtype
+    factor = host_scale(op, f"{pages.name}_scale", scale)
+    csr = (table.indptr, table.indices, table.last_page_len)
+    found = reference.gather(pages.array, *csr, to, factor)
+    rows[: len(found)] = found
+    return rows
+
+
+def _gather_array(
+    op: str,
+    pages: Pages,
+    table: PageTable,
+    token_indptr: Array,
+    nnz: int,
+    dtype: np.dtype[Any],
+    scale: Any,
+) -> Array:
+    cache = pages.array
+    rows = empty(op, (nnz, *cache.shape[2:]), dtype, cp, like=cache)
+    factor = pack_scale(op, f"{pages.name}_scale", scale, pages.device)
+    if rows.size == 0 or table.batch_size == 0:
+        return rows
+    fit, vec = _Fit.of(rows, pages), vector_size(cache.dtype, dtype)
+    if rows.data.ptr % 16 or not fit.takes(vec):
+        vec = 1
+    packed_rows, ctas = _Deal(rows, fit, vec).pack(rows.data.ptr, nnz, pages.device)
+    kernel("gather", pages.device, FROM=cache.dtype, TO=dtype, VEC=vec)(
+        ctas,
+        ROW_THREADS,
+        table=table.packed,
+        token_indptr=pack_index(token_indptr),
+        cache=pages.packed,
+        rows=packed_rows,
+        scale=factor,
+        nnz=nnz,
+    )
+    return rows
+
+
+def _check_page_ids(op: str, name: str, ids: Array, max_num_pages: int) -> None:
+    high = np.flatnonzero(ids >= max_num_pages)
+    if len(high):
+        i = int(high[0])
+        raise ValueError(f"{op}: {name}[{i}] must be below {max_num_pages} pages, got {ids[i]}")
+
+
+def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> None:
+    """Copy pages through scratch; a copy does not know dtypes, so elements are bytes."""
+    _, page_size, num_heads, head_dim = pages.array.shape
+    rows = len(src) * page_size
+    width = head_dim * pages.array.itemsize
+    scratch = empty(op, (rows, num_heads, width), _BYTE, cp, like=pages.array)
+    as_bytes = Pages(op, pages.name, pages.array.view(_BYTE), pages.read_only)
+    fit = _Fit.of(scratch, as_bytes)
+    unit = alignment(pages.alignment, fit.head_dim, *_outer_strides(scratch))
+    size = next(n for n in (16, 4, 2, 1) if unit % n == 0)
+    packed, ctas = _Deal(scratch, fit, size).pack(scratch.data.ptr, rows, pages.device)
+    launch = kernel("copy_pages", pages.device, BYTES=size)
+    for to_scratch in (1, 0):
+        launch(
+            ctas,
+            ROW_THREADS,
+            cache=pages.packed,
+            scratch=packed,
+            src=pack_index(src),
+            dst=pack_index(dst),
+            page_size=page_size,
+            to_scratch=to_scratch,
+        )

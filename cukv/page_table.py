@@ -1,0 +1,470 @@
+"""PageTable: which pages each request owns, in CSR form; one table serves all layers of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cupy as cp
+import numpy as np
+
+from cukv import reference
+from cukv._arrays import INDEX_DTYPES, Array, as_array, empty, home
+from cukv._check import check_indptr, match_index, values
+from cukv._index import as_index, pack_divisor, pack_index
+from cukv._kernels import ONE_SCAN, kernel, one_per_thread, one_per_warp, packer
+from cukv._noun import Noun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_pack_table = packer("PageTable")
+_INT32, _INT64 = INDEX_DTYPES
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PageTable(Noun):
+    """CSR page table of one step: request ``b`` owns pages ``indices[indptr[b]:indptr[b + 1]]``.
+
+    Token ``t`` of request ``b`` lives in page ``indices[indptr[b] + t // page_size]`` at entry
+    ``t % page_size``, and the request has ::
+
+        kv_len = (pages - 1) * page_size + last_page_len[b]  if pages > 0 else 0
+
+    tokens, where ``pages = indptr[b + 1] - indptr[b]``.
+
+    Parameters
+    ----------
+    indptr : [batch_size + 1] int32 or int64
+        Offsets of each request's **pages** in ``indices``; starts at 0.
+    indices : [indptr[-1]] int32 or int64
+        Page ids. Entries at or past ``indptr[-1]`` are padding and may hold anything.
+    last_page_len : [batch_size] int32 or int64
+        Tokens in each request's last page, 1 to ``page_size``; ignored without pages.
+    page_size : int
+        Tokens a page holds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Wrong dtype, shape, home or device. Values are checked by ``validate``.
+
+    Notes
+    -----
+    Layout: FlashInfer, "KV-Cache Layout in FlashInfer", section "Page Table Layout".
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = PageTable.from_seq_lens([45, 8, 25, 22], page_size=16, xp=np)
+    >>> table.indptr
+    array([0, 3, 4, 6, 8], dtype=int32)
+    >>> table.last_page_len
+    array([13,  8,  9,  6], dtype=int32)
+    """
+
+    indptr: Array
+    indices: Array
+    last_page_len: Array
+    page_size: int
+
+    batch_size: ClassVar[int]  # requests; set by each instance
+    device: ClassVar[int]  # on a GPU: its number,
+    packed: ClassVar[bytes]  # and the table as kernels/common/paged.cuh's PageTable
+
+    def __post_init__(self) -> None:
+        """Check the structure once; nothing of it can change afterwards."""
+        op = "PageTable"
+        given = (self.indptr, self.indices, self.last_page_len)
+        like = next((x for x in given if not isinstance(x, (list, tuple, range))), None)
+        indptr, indices, last_page_len = (
+            as_index(op, name, x, like)
+            for name, x in zip(("indptr", "indices", "last_page_len"), given, strict=True)
+        )
+        xp = home(op, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        match_index(op, "indptr", indptr)
+        if not len(indptr):
+            raise ValueError(f"{op}: indptr must be [batch_size + 1], got [0]")
+        match_index(op, "indices", indices)
+        match_index(op, "last_page_len", last_page_len, len(indptr) - 1)
+        size = page_size_of(op, self.page_size)
+        self._set(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=size)
+        self._set(batch_size=len(indptr) - 1)
+        if xp is cp:
+            index = (pack_index(indptr), pack_index(indices), pack_index(last_page_len))
+            self._set(
+                device=indptr.data.device_id,
+                packed=_pack_table(*index, len(indptr) - 1, size, pack_divisor(size)),
+            )
+
+    # ------------------------------------------------------------------------------- constructors
+
+    @classmethod
+    def from_seq_lens(
+        cls,
+        lens: Array | Sequence[int],
+        page_size: int,
+        pages: Array | Sequence[int] | None = None,
+        num_pages: int | None = None,
+        *,
+        xp: Any = cp,
+    ) -> PageTable:
+        """Make the table of requests with the given lengths.
+
+        Parameters
+        ----------
+        lens : [batch_size] int32 or int64, or a sequence
+            Tokens of each request. A sequence goes to the home of ``pages``, else to ``xp``.
+        page_size : int
+            Tokens a page holds.
+        pages : [n] int32 or int64, or a sequence
+            Page ids to hand out, in order; ``0, 1, 2, ...`` by default.
+        num_pages : int
+            Capacity of ``indices`` (pages). Needed for lengths on the device without ``pages``;
+            otherwise what the lengths need by default.
+        xp : module
+            ``cupy`` or ``numpy``: home of a table made of sequences alone.
+
+        Returns
+        -------
+        PageTable
+            With int32 indices unless ``pages`` is int64.
+
+        Raises
+        ------
+        ValueError
+            A negative length or too few pages, where the values are on the host; lengths on the
+            device without ``pages`` or ``num_pages``.
+        """
+        op = "PageTable.from_seq_lens"
+        size = page_size_of(op, page_size)
+        given = next((x for x in (lens, pages) if not isinstance(x, _SEQUENCES)), None)
+        like = empty(op, (0,), _INT32, xp) if given is None else as_array(op, "lens", given)
+        host_lens = (
+            values(np.asarray(lens)) if isinstance(lens, (*_SEQUENCES, np.ndarray)) else None
+        )
+        lens = as_index(op, "lens", lens, like)
+        pages = None if pages is None else as_index(op, "pages", pages, like)
+        xp = home(op, lens=lens, pages=pages)
+        match_index(op, "lens", lens)
+        if pages is not None:
+            match_index(op, "pages", pages)
+        if host_lens is not None:
+            num_pages = _checked_capacity(op, host_lens, size, pages, num_pages)
+        elif num_pages is None:
+            if pages is None:
+                raise ValueError(f"{op}: lens is on the device: give pages or num_pages (capacity)")
+            num_pages = len(pages)
+        indices = xp.arange(num_pages, dtype=np.int32) if pages is None else pages[:num_pages]
+        indptr, last_page_len = page_indptr(lens, size, indices.dtype)
+        return cls(indptr, indices, last_page_len, size)
+
+    @classmethod
+    def from_block_table(
+        cls, block_table: Array, seq_lens: Array | Sequence[int], page_size: int
+    ) -> PageTable:
+        """Make the table from a dense ``[batch_size, width]`` table of page ids, as vLLM keeps it.
+
+        Parameters
+        ----------
+        block_table : [batch_size, width] int32 or int64
+            Page ids of each request; what lies past its pages is ignored.
+        seq_lens : [batch_size] int32 or int64, or a sequence
+            Tokens of each request.
+        page_size : int
+            Tokens a page holds.
+
+        Returns
+        -------
+        PageTable
+            ``indices`` is ``[batch_size * width]``: its tail past ``indptr[-1]`` is padding.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Wrong dtype or shape; on NumPy also a length that needs more than ``width`` pages.
+        """
+        op = "PageTable.from_block_table"
+        size = page_size_of(op, page_size)
+        block_table = as_array(op, "block_table", block_table)
+        seq_lens = as_index(op, "seq_lens", seq_lens, block_table)
+        xp = home(op, block_table=block_table, seq_lens=seq_lens)
+        if block_table.dtype not in INDEX_DTYPES:
+            raise TypeError(f"{op}: block_table must be int32 or int64, got {block_table.dtype}")
+        if block_table.ndim != 2:
+            got = list(block_table.shape)
+            raise ValueError(f"{op}: block_table must be [batch_size, width], got {got}")
+        batch_size, width = block_table.shape
+        match_index(op, "seq_lens", seq_lens, batch_size)
+        if xp is np:
+            _check_lens(op, seq_lens, size, width)
+        indptr, last_page_len = page_indptr(seq_lens, size, block_table.dtype)
+        indices = empty(op, (batch_size * width,), block_table.dtype, xp, like=block_table)
+        if xp is np:
+            indices[:] = -1
+            found = reference.page_indices(block_table, indptr)
+            indices[: len(found)] = found
+        elif indices.size:
+            launch = kernel("page_indices", indices.data.device_id)
+            launch(
+                *one_per_thread(indices.size),
+                indptr=pack_index(indptr),
+                indices=pack_index(indices),
+                block_table=block_table.data.ptr,
+                row_stride=block_table.strides[0],
+                entry_stride=block_table.strides[1],
+                width=width,
+                entry_width=block_table.itemsize,
+            )
+        return cls(indptr, indices, last_page_len, size)
+
+    # --------------------------------------------------------------------------------- properties
+
+    @property
+    def seq_lens(self) -> Array:
+        """Tokens of each request, ``[batch_size]``, computed from the present contents."""
+        return self._derive("seq_lens", self.batch_size, self.indptr.dtype)
+
+    @property
+    def token_indptr(self) -> Array:
+        """Prefix sum of ``seq_lens``, ``[batch_size + 1]`` int64: what masks and gather take."""
+        return self._derive("token_indptr", self.batch_size + 1, _INT64)
+
+    def _derive(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
+        if self._home() is np:
+            definition = getattr(reference, name)
+            found = definition(self.indptr, self.last_page_len, self.page_size)
+            return found.astype(dtype)
+        out = empty(f"PageTable.{name}", (size,), dtype, cp, like=self.indptr)
+        if out.size:
+            geometry = one_per_thread(size) if name == "seq_lens" else ONE_SCAN
+            kernel(name, self.device)(*geometry, table=self.packed, **{name: pack_index(out)})
+        return out
+
+    def seq_lens_list(self) -> list[int]:
+        """Tokens of each request as a Python list. Synchronises if the table is on a GPU."""
+        return [int(n) for n in values(self.seq_lens)]
+
+    # --------------------------------------------------------------------------------- converters
+
+    def block_table(self, width: int) -> Array:
+        """Give the pages as rows of a dense table, padded with -1.
+
+        Parameters
+        ----------
+        width : int
+            Pages per row. A request with more raises on NumPy and is cut on the device.
+
+        Returns
+        -------
+        [batch_size, width], dtype of ``indices``
+        """
+        op = "PageTable.block_table"
+        if width < 0:
+            raise ValueError(f"{op}: width must be 0 or more, got {width}")
+        if self._home() is np:
+            self.validate()
+            found = reference.block_table(self.indptr, self.indices, width)
+            return found.astype(self.indices.dtype)
+        shape = (self.batch_size, width)
+        out = empty(op, shape, self.indices.dtype, cp, like=self.indptr)
+        if out.size:
+            kernel("block_table", self.device)(
+                *one_per_thread(out.size),
+                table=self.packed,
+                block_table=pack_index(out.reshape(-1)),
+                width=width,
+            )
+        return out
+
+    def slot_mapping(self, batch_indices: Array, positions: Array) -> Array:
+        """Give the flat slot, ``page * page_size + entry``, of each (request, position) pair.
+
+        Parameters
+        ----------
+        batch_indices, positions : [n] int32 or int64
+            Request of each pair and its token index there.
+
+        Returns
+        -------
+        [n] int64
+            -1 where a pair names no slot: a negative or unknown request, a negative position or
+            one past the request's pages.
+        """
+        op = "PageTable.slot_mapping"
+        batch_indices = as_index(op, "batch_indices", batch_indices, self.indptr)
+        positions = as_index(op, "positions", positions, self.indptr)
+        xp = home(op, indptr=self.indptr, batch_indices=batch_indices, positions=positions)
+        match_index(op, "batch_indices", batch_indices)
+        match_index(op, "positions", positions, len(batch_indices))
+        if xp is np:
+            self.validate()
+            return reference.slot_mapping(
+                self.indptr, self.indices, self.page_size, batch_indices, positions
+            )
+        out = empty(op, (len(batch_indices),), _INT64, cp, like=self.indptr)
+        if out.size:
+            kernel("slot_mapping", self.device)(
+                *one_per_thread(out.size),
+                table=self.packed,
+                batch_indices=pack_index(batch_indices),
+                positions=pack_index(positions),
+                slots=pack_index(out),
+            )
+        return out
+
+    # ---------------------------------------------------------------------------------- validation
+
+    def validate(self, max_num_pages: int | None = None, indptr: Array | None = None) -> None:
+        """Check the values, on the host. Synchronises if the table is on a GPU.
+
+        Parameters
+        ----------
+        max_num_pages : int
+            Pages of the cache that the table is used with: every page id must be below it.
+        indptr : [batch_size + 1]
+            Rows to append per request; each must fit the request's tokens.
+
+        Raises
+        ------
+        ValueError
+            Names the request and the value.
+        """
+        op = "PageTable.validate"
+        pages, indices = values(self.indptr), values(self.indices)
+        check_indptr(op, "indptr", pages, len(indices), "indices")
+        counts, last = np.diff(pages), values(self.last_page_len)
+        bad = np.flatnonzero((counts > 0) & ((last < 1) | (last > self.page_size)))
+        if len(bad):
+            b = int(bad[0])
+            raise ValueError(
+                f"{op}: last_page_len of request {b} must be 1 to page_size={self.page_size}, "
+                f"got {last[b]}"
+            )
+        used = indices[: pages[-1]]
+        high = np.inf if max_num_pages is None else max_num_pages
+        bad = np.flatnonzero((used < 0) | (used >= high))
+        if len(bad):
+            i = int(bad[0])
+            b = int(np.searchsorted(pages, i, side="right")) - 1
+            limit = "" if max_num_pages is None else f" and below max_num_pages={max_num_pages}"
+            raise ValueError(
+                f"{op}: page {i - pages[b]} of request {b} must be 0 or more{limit}, got {used[i]}"
+            )
+        if indptr is not None:
+            self._validate_rows(op, values(indptr), counts, last)
+
+    def _validate_rows(
+        self, op: str, rows: np.ndarray, counts: np.ndarray, last: np.ndarray
+    ) -> None:
+        if len(rows) != self.batch_size + 1:
+            raise ValueError(f"{op}: indptr must be [{self.batch_size + 1}], got [{len(rows)}]")
+        check_indptr(op, "indptr", rows, np.iinfo(np.int64).max, "rows")
+        lens = np.where(counts > 0, (counts - 1) * self.page_size + last, 0)
+        bad = np.flatnonzero(np.diff(rows) > lens)
+        if len(bad):
+            b = int(bad[0])
+            raise ValueError(
+                f"{op}: request {b} has {lens[b]} tokens but {rows[b + 1] - rows[b]} rows to append"
+            )
+
+
+def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> tuple[Array, Array]:
+    """Find the request and the token index of every appended row.
+
+    The rows of a request are the last rows of its sequence, whose length counts them already.
+
+    Parameters
+    ----------
+    append_indptr : [batch_size + 1] int32 or int64
+        Offsets of each request's rows.
+    seq_lens : [batch_size] int32 or int64
+        Tokens of each request, the appended ones included.
+    nnz : int
+        Length of the row axis; rows at or past ``append_indptr[-1]`` are padding.
+
+    Returns
+    -------
+    batch_indices, positions : [nnz] int32
+        -1 and 0 for padding.
+    """
+    op = "batch_indices_positions"
+    append_indptr = as_array(op, "append_indptr", append_indptr)
+    seq_lens = as_index(op, "seq_lens", seq_lens, append_indptr)
+    xp = home(op, append_indptr=append_indptr, seq_lens=seq_lens)
+    match_index(op, "append_indptr", append_indptr, len(seq_lens) + 1)
+    match_index(op, "seq_lens", seq_lens)
+    if nnz < 0:
+        raise ValueError(f"{op}: nnz must be 0 or more, got {nnz}")
+    if xp is np:
+        check_indptr(op, "append_indptr", values(append_indptr), nnz, "rows (nnz)")
+        found = reference.batch_indices_positions(append_indptr, seq_lens, nnz)
+        return found[0].astype(_INT32), found[1].astype(_INT32)
+    batch_indices, positions = (empty(op, (nnz,), _INT32, cp, like=append_indptr) for _ in range(2))
+    if nnz:
+        kernel("batch_indices_positions", append_indptr.data.device_id)(
+            *one_per_warp(nnz),
+            append_indptr=pack_index(append_indptr),
+            seq_lens=pack_index(seq_lens),
+            batch_indices=pack_index(batch_indices),
+            positions=pack_index(positions),
+        )
+    return batch_indices, positions
+
+
+def page_indptr(seq_lens: Array, page_size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Give ``indptr`` (pages) and ``last_page_len`` of requests with the given lengths."""
+    if isinstance(seq_lens, np.ndarray):
+        indptr, last_page_len = reference.page_indptr(seq_lens, page_size)
+        return indptr.astype(dtype), last_page_len.astype(dtype)
+    op = "PageTable"
+    indptr = empty(op, (len(seq_lens) + 1,), dtype, cp, like=seq_lens)
+    last_page_len = empty(op, (len(seq_lens),), dtype, cp, like=seq_lens)
+    kernel("page_indptr", seq_lens.data.device_id)(
+        *ONE_SCAN,
+        seq_lens=pack_index(seq_lens),
+        indptr=pack_index(indptr),
+        last_page_len=pack_index(last_page_len),
+        page_size=page_size,
+    )
+    return indptr, last_page_len
+
+
+_SEQUENCES = (list, tuple, range)
+
+
+def page_size_of(op: str, page_size: Any) -> int:
+    """Give a page size as a Python int, which must be 1 or more."""
+    size = int(page_size)
+    if size != page_size or size < 1:
+        raise ValueError(f"{op}: page_size must be a whole number of 1 or more, got {page_size}")
+    return size
+
+
+def _check_lens(op: str, lens: np.ndarray, page_size: int, width: int | None = None) -> None:
+    negative = np.flatnonzero(lens < 0)
+    if len(negative):
+        b = int(negative[0])
+        raise ValueError(f"{op}: length of request {b} must be 0 or more, got {lens[b]}")
+    if width is not None:
+        long = np.flatnonzero(-(-lens // page_size) > width)
+        if len(long):
+            b = int(long[0])
+            raise ValueError(
+                f"{op}: request {b} of {lens[b]} tokens needs more than width={width} pages"
+            )
+
+
+def _checked_capacity(
+    op: str, lens: np.ndarray, page_size: int, pages: Array | None, num_pages: int | None
+) -> int:
+    """Pages that lengths on the host need, or the capacity asked for if that is enough."""
+    _check_lens(op, lens, page_size)
+    needed = int((-(-lens // page_size)).sum())
+    capacity = needed if num_pages is None else num_pages
+    if pages is not None:
+        capacity = min(len(pages), capacity if num_pages is not None else needed)
+    if needed > capacity or (pages is not None and needed > len(pages)):
+        have = len(pages) if pages is not None else capacity
+        raise ValueError(f"{op}: the lengths need {needed} pages, got {have}")
+    return capacity

@@ -1,0 +1,566 @@
+"""PagedKVCache: keys and values in fixed-size pages; append, gather, decode, prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cupy as cp
+import numpy as np
+
+from cukv import reference
+from cukv._arrays import DTYPES, Array, as_array, as_dtype, empty, home, read_only_reason
+from cukv._attention import (
+    Mask,
+    check_heads,
+    check_mask,
+    check_options,
+    check_queries,
+    check_window,
+    flat_mask,
+    host_scales,
+    no_kernel,
+    plan_key,
+    require_plan,
+    run_on_host,
+)
+from cukv._check import match, match_dtype
+from cukv._noun import ArrayNoun
+from cukv._pages import PagePair, Pages
+from cukv._plan import Plan
+from cukv.ragged import RaggedTensor, as_rows, check_layout, swap_layout
+
+if TYPE_CHECKING:
+    from cukv.page_table import PageTable
+
+_FLOAT64 = np.dtype(np.float64)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PagedKVCache(ArrayNoun):
+    """K and V of one layer in pages; which request owns which page is a ``PageTable``'s business.
+
+    With ``layout="NHD"`` token ``t`` of page ``p`` is ``k[p, t, head]`` and ``v[p, t, head]``; with
+    ``"HND"`` it is ``k[p, head, t]`` and ``v[p, head, t]``, where ::
+
+        k, v = data[:, 0], data[:, 1]   # one 5-D array
+        k, v = data                     # a pair of 4-D arrays, whose last axes may differ
+
+    Parameters
+    ----------
+    data : array or pair of arrays
+        ``[max_num_pages, 2, page_size, num_kv_heads, head_dim]`` (HND: ``[max_num_pages, 2,
+        num_kv_heads, page_size, head_dim]``), or ``(k, v)`` without the axis of 2. Any strides
+        with a contiguous last axis, those of K and V independent.
+    layout : {"NHD", "HND"}
+        Order of the token and head axes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not arrays of one home, device and dtype; wrong shape, layout or strides.
+
+    Notes
+    -----
+    Memory at or past a request's ``kv_len``, and pages that nobody owns, may hold anything, NaN
+    too. The structure is frozen, the contents are not: ``append`` writes in place. Layout:
+    FlashInfer, "KV-Cache Layout in FlashInfer".
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cukv import PagedKVCache, PageTable
+    >>> cache = PagedKVCache.empty(8, 16, 2, 64, "float16", xp=np)
+    >>> table = PageTable.from_seq_lens([17, 5], page_size=16, xp=np)
+    >>> rows = np.ones((2, 2, 64), np.float16)
+    >>> cache.append(rows, rows, table)  # the last token of both requests
+    >>> cache.k[1, 0, 0, :3], cache.k[2, 4, 0, :3]
+    (array([1., 1., 1.], dtype=float16), array([1., 1., 1.], dtype=float16))
+    """
+
+    data: Any
+    layout: str = "NHD"
+
+    _pages: ClassVar[PagePair]  # K and V seen as NHD; each instance has its own
+
+    def __post_init__(self) -> None:
+        """Check the structure once, and keep what every launch needs of it."""
+        op = "PagedKVCache"
+        check_layout(op, self.layout)
+        if isinstance(self.data, (tuple, list)):
+            if len(self.data) != 2:
+                raise ValueError(f"{op}: data must be one array or a pair, got {len(self.data)}")
+            arrays = [as_array(op, n, x) for n, x in zip(("k", "v"), self.data, strict=True)]
+            reasons = [read_only_reason(x) for x in self.data]
+            self._set(data=tuple(arrays))
+        else:
+            data = as_array(op, "data", self.data)
+            axes = ("page_size", "num_kv_heads")
+            axes = axes if self.layout == "NHD" else axes[::-1]
+            match(op, "data", data, ("max_num_pages", "2", *axes, "head_dim"), {"2": 2})
+            arrays, reasons = [data[:, 0], data[:, 1]], [read_only_reason(self.data)] * 2
+            self._set(data=data)
+        self._set(_pages=_pages_of(op, arrays, reasons, self.layout))
+
+    @classmethod
+    def empty(
+        cls,
+        max_num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Any,
+        layout: str = "NHD",
+        head_dim_vo: int | None = None,
+        *,
+        xp: Any = cp,
+    ) -> PagedKVCache:
+        """Allocate a cache, uninitialised: one 5-D array, or a pair if K and V differ.
+
+        Parameters
+        ----------
+        max_num_pages, page_size, num_kv_heads, head_dim : int
+            Sizes; ``page_size`` in tokens.
+        dtype : dtype or name
+            float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+        layout : {"NHD", "HND"}
+            Order of the token and head axes.
+        head_dim_vo : int
+            Size of a value, if it differs from ``head_dim``.
+        xp : module
+            ``cupy`` or ``numpy``.
+
+        Raises
+        ------
+        CudaUnavailableError
+            ``xp`` is ``cupy`` and there is no GPU.
+        """
+        op = "PagedKVCache.empty"
+        check_layout(op, layout)
+        token = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+        kind = as_dtype(op, "dtype", dtype)
+        if head_dim_vo is None or head_dim_vo == head_dim:
+            return cls(empty(op, (max_num_pages, 2, *token, head_dim), kind, xp), layout)
+        pair = (empty(op, (max_num_pages, *token, d), kind, xp) for d in (head_dim, head_dim_vo))
+        return cls(tuple(pair), layout)
+
+    # --------------------------------------------------------------------------------- properties
+
+    @property
+    def k(self) -> Array:
+        """Keys as stored, a view: ``[max_num_pages, *page, head_dim]`` in the cache's layout."""
+        return self.data[0] if isinstance(self.data, tuple) else self.data[:, 0]
+
+    @property
+    def v(self) -> Array:
+        """Values as stored, a view: ``[max_num_pages, *page, head_dim_vo]``."""
+        return self.data[1] if isinstance(self.data, tuple) else self.data[:, 1]
+
+    @property
+    def max_num_pages(self) -> int:
+        """Pages in storage."""
+        return int(self._pages.first.array.shape[0])
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page holds."""
+        return int(self._pages.first.array.shape[1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        return int(self._pages.first.array.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return int(self._pages.first.array.shape[3])
+
+    @property
+    def head_dim_vo(self) -> int:
+        """Elements of a value."""
+        return int(self._pages.second.array.shape[3])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of K and V."""
+        return self._pages.first.array.dtype  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------------------ memory verbs
+
+    def append(
+        self,
+        k: Array | RaggedTensor,
+        v: Array | RaggedTensor,
+        table: PageTable,
+        *,
+        indptr: Array | None = None,
+        batch_indices: Array | None = None,
+        positions: Array | None = None,
+        k_scale: Any = 1.0,
+        v_scale: Any = 1.0,
+    ) -> None:
+        """Write new K and V rows, in place, into pages that ``table`` already owns. One launch.
+
+        Where rows go is found from ``indptr``, from ``batch_indices`` and ``positions``, or, with
+        none of them, is the last token of each request in turn.
+
+        Parameters
+        ----------
+        k, v : [nnz, num_kv_heads, head_dim], [nnz, num_kv_heads, head_dim_vo]
+            Packed rows in NHD order (a RaggedTensor's own layout counts). Where their dtype is not
+            the cache's they are converted; to fp8 as ``value / scale``, saturating to the largest
+            finite value, NaN staying NaN.
+        table : PageTable
+            Counts the new tokens already.
+        indptr : [batch_size + 1] int32 or int64
+            Offsets of each request's rows, which are the last tokens of its sequence. Rows at or
+            past ``indptr[-1]`` are padding and skipped.
+        batch_indices, positions : [nnz] int32 or int64
+            Request of each row and its token index there. A negative request, and a position
+            outside the request's own pages, skips the row.
+        k_scale, v_scale : float, or float32 [1] on the device
+            Divisors for an fp8 cache; must be 1.0 for others. Rows that are of the cache's own
+            fp8 dtype are stored as they are.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Wrong home, dtype, shape, device or strides; storage that is read-only or repeats
+            memory; one of ``batch_indices`` and ``positions`` without the other. Index values are
+            read on NumPy only; ``table.validate()`` checks them. Nothing is written then.
+
+        Notes
+        -----
+        Of two rows for one slot either may land. Current stream, no synchronisation. Source:
+        kernels/append.cu.
+        """
+        op = "PagedKVCache.append"
+        rows = (as_rows(op, "k", k), as_rows(op, "v", v))
+        self._pages.append(op, *rows, table, indptr, batch_indices, positions, k_scale, v_scale)
+
+    def gather(
+        self,
+        table: PageTable,
+        *,
+        nnz: int | None = None,
+        dtype: Any = None,
+        k_scale: Any = 1.0,
+        v_scale: Any = 1.0,
+    ) -> tuple[RaggedTensor, RaggedTensor]:
+        """Copy the tokens of every request out of its pages, packed, NHD.
+
+        Parameters
+        ----------
+        table : PageTable
+            Whose tokens to copy.
+        nnz : int
+            Length of the row axis; ``len(table.indices) * page_size`` by default, which holds any
+            contents. Rows past ``token_indptr[-1]`` are padding and hold anything.
+        dtype : dtype or name
+            Dtype of the rows. The cache's own by default, bit for bit; another one gives
+            ``value * scale``.
+        k_scale, v_scale : float, or float32 [1] on the device
+            Factors where ``dtype`` is not the cache's.
+
+        Returns
+        -------
+        k, v : RaggedTensor
+            ``[nnz, num_kv_heads, head_dim]`` and ``[nnz, num_kv_heads, head_dim_vo]``, with
+            ``table.token_indptr``. A token whose page id is out of range is zero.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Wrong home, device, dtype or page size; on NumPy also bad table values and a small nnz.
+
+        Notes
+        -----
+        Current stream, no synchronisation. Source: kernels/gather.cu.
+        """
+        op = "PagedKVCache.gather"
+        k, v, indptr = self._pages.gather(op, table, nnz, dtype, (k_scale, v_scale))
+        return RaggedTensor(k, indptr), RaggedTensor(v, indptr)
+
+    def copy_pages(self, src: Array, dst: Array) -> None:
+        """Copy whole pages of K and V in place, as if all sources were read before the call.
+
+        Parameters
+        ----------
+        src, dst : [n] int32 or int64, or sequences
+            Page ids; a pair with a negative id is skipped. Of two copies to one page either may
+            land.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Wrong home, dtype, shape or device; on NumPy also an id out of range, which on the
+            device skips its pair.
+
+        Notes
+        -----
+        Current stream, no synchronisation. Source: kernels/copy_pages.cu.
+        """
+        self._pages.copy_pages("PagedKVCache.copy_pages", src, dst)
+
+    # ---------------------------------------------------------------------------------- attention
+
+    def plan(
+        self,
+        q: Array | RaggedTensor,
+        table: PageTable,
+        *,
+        causal: bool = False,
+        window_left: int = -1,
+        custom_mask: Mask | None = None,
+        batch_invariant: bool = False,
+    ) -> Plan:
+        """Prepare ``decode`` (q an array) or ``prefill`` (q a RaggedTensor) for all layers.
+
+        Parameters
+        ----------
+        q : [batch_size, num_qo_heads, head_dim] array, or RaggedTensor
+            As in the calls that the plan serves: shape, dtype and indptr count, values do not.
+        table : PageTable
+            As in the calls.
+        causal, window_left, custom_mask
+            As in the calls.
+        batch_invariant : bool
+            Make a request's bits independent of its batch mates.
+
+        Returns
+        -------
+        Plan
+            ``plan.update()`` makes it follow changed contents of the same arrays.
+        """
+        verb = "prefill" if isinstance(q, RaggedTensor) else "decode"
+        op = f"PagedKVCache.{verb}"
+        key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
+        if xp is cp:
+            raise no_kernel("PagedKVCache.plan")
+        return Plan(op, key)
+
+    def decode(
+        self,
+        q: Array,
+        table: PageTable,
+        *,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sinks: Array | None = None,
+        q_scale: Any = 1.0,
+        k_scale: Any = 1.0,
+        v_scale: Any = 1.0,
+        plan: Plan | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend from one query row per request to all its tokens.
+
+        Parameters
+        ----------
+        q : [batch_size, num_qo_heads, head_dim]
+            Shares the dtype of a 16-bit cache; query head ``h`` reads KV head ``h // group_size``.
+        table : PageTable
+            Tokens of each request.
+        sm_scale : float
+            Multiplies ``q.k``; ``1 / sqrt(head_dim)`` by default.
+        window_left : int
+            Tokens to the left of the query's own that it sees; -1 is all.
+        logits_soft_cap : float
+            ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
+        sinks : [num_qo_heads]
+            Natural-log logit per head, not scaled, added once to the denominator.
+        q_scale, k_scale, v_scale : float, or float32 [1] on the device
+            ``q.k`` is times ``q_scale * k_scale``, the output times ``v_scale``.
+        plan : Plan
+            Made by ``plan`` for such a call.
+        out : [batch_size, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
+            Where to write the output.
+        lse : [batch_size, num_qo_heads] float32
+            Where to write the log-sum-exp.
+        return_lse : bool
+            Give ``(o, lse)``.
+
+        Returns
+        -------
+        o : [batch_size, num_qo_heads, head_dim_vo]
+            In q's dtype (bfloat16 for fp8 q); 0 for a request without tokens.
+        lse : [batch_size, num_qo_heads] float32
+            **Base 2**: ``log2(sum(2 ** (logits * log2(e))))``; -inf without tokens.
+
+        Raises
+        ------
+        NotImplementedError
+            On CuPy arrays, until the kernel exists.
+        TypeError, ValueError
+            Wrong home, dtype, shape, option, or a plan made for another call.
+        """
+        op = "PagedKVCache.decode"
+        q = as_array(op, "q", q)
+        key, xp = self._check_call(op, q, table, False, window_left, None)
+        require_plan(op, plan, key)
+        options = check_options(
+            op,
+            self.head_dim,
+            q.shape[1],
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+        )
+        if xp is cp:
+            raise no_kernel(op)
+        options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        table.validate(self.max_num_pages)
+        k, v = (pages.array for pages in self._pages)
+        csr = (table.indptr, table.indices, table.last_page_len)
+        return run_on_host(
+            op,
+            q,
+            self.head_dim_vo,
+            lambda: reference.decode(q, k, v, *csr, **options),
+            out,
+            lse,
+            return_lse,
+        )
+
+    def prefill(
+        self,
+        q: RaggedTensor,
+        table: PageTable,
+        *,
+        causal: bool = False,
+        custom_mask: Mask | None = None,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sinks: Array | None = None,
+        q_scale: Any = 1.0,
+        k_scale: Any = 1.0,
+        v_scale: Any = 1.0,
+        plan: Plan | None = None,
+        out: Array | None = None,
+        lse: Array | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend from any number of query rows per request: prefill, append, mixed batches.
+
+        Parameters
+        ----------
+        q : RaggedTensor
+            ``[nnz, num_qo_heads, head_dim]``, one request per request of the table.
+        table : PageTable
+            Tokens of each request.
+        causal : bool
+            Aligned to the end: query ``i`` sees key ``j`` iff ``j <= i + kv_len - qo_len``.
+        custom_mask : RaggedMask or PackedMask
+            True = attend; replaces ``causal``. The window still applies.
+        sm_scale, window_left, logits_soft_cap, sinks, q_scale, k_scale, v_scale, plan, out, lse, \
+return_lse
+            As in ``decode``; the window reaches from ``i + kv_len - qo_len``.
+
+        Returns
+        -------
+        o : [nnz, num_qo_heads, head_dim_vo]
+            0 for a row that sees no key.
+        lse : [nnz, num_qo_heads] float32
+            Base 2; -inf for a row that sees no key.
+
+        Raises
+        ------
+        NotImplementedError
+            On CuPy arrays, until the kernel exists.
+        TypeError, ValueError
+            Wrong home, dtype, shape, option or mask, or a plan made for another call.
+        """
+        op = "PagedKVCache.prefill"
+        key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
+        require_plan(op, plan, key)
+        rows = as_rows(op, "q", q)
+        options = check_options(
+            op,
+            self.head_dim,
+            rows.shape[1],
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+        )
+        if xp is cp:
+            raise no_kernel(op)
+        options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        table.validate(self.max_num_pages)
+        q.validate()
+        if custom_mask is not None:
+            options["custom_mask"] = flat_mask(op, custom_mask, q.indptr, table.token_indptr)
+        k, v = (pages.array for pages in self._pages)
+        csr = (table.indptr, table.indices, table.last_page_len)
+        return run_on_host(
+            op,
+            rows,
+            self.head_dim_vo,
+            lambda: reference.prefill(rows, q.indptr, k, v, *csr, causal=causal, **options),
+            out,
+            lse,
+            return_lse,
+        )
+
+    def _check_call(
+        self,
+        op: str,
+        q: Array | RaggedTensor,
+        table: PageTable,
+        causal: bool,
+        window_left: int,
+        custom_mask: Mask | None,
+    ) -> tuple[tuple[tuple[str, Any], ...], Any]:
+        """Check queries against cache and table: (what a plan depends on, home)."""
+        rows = as_rows(op, "q", q)
+        first = "nnz" if isinstance(q, RaggedTensor) else "batch_size"
+        dims: dict[str, int | None] = {"batch_size": table.batch_size, "head_dim": self.head_dim}
+        match(op, "q", rows, (first, "num_qo_heads", "head_dim"), dims)
+        if isinstance(q, RaggedTensor) and q.batch_size != table.batch_size:
+            raise ValueError(
+                f"{op}: q must have batch_size={table.batch_size} requests, got {q.batch_size}"
+            )
+        check_heads(op, rows.shape[1], self.num_kv_heads)
+        check_queries(op, "q", rows, self.dtype)
+        if self.page_size != table.page_size:
+            raise ValueError(
+                f"{op}: the table's page_size is {table.page_size}, the cache's {self.page_size}"
+            )
+        arrays = {"q": rows, "cache": self._pages.first.array, "table": table.indptr}
+        if custom_mask is not None:
+            check_mask(op, custom_mask, table.batch_size)
+            arrays["custom_mask"] = custom_mask.data
+        key = plan_key(
+            rows,
+            cache=(self.page_size, self.num_kv_heads, self.head_dim_vo, self.dtype.name),
+            indices=len(table.indices),
+            causal=bool(causal),
+            window_left=check_window(op, window_left),
+            mask=custom_mask,
+        )
+        return key, home(op, **arrays)
+
+
+def _pages_of(op: str, arrays: list[Array], reasons: list[str | None], layout: str) -> PagePair:
+    """See K and V as NHD pages, and check that they belong together."""
+    dims: dict[str, int | None] = {}
+    axes = ("page_size", "num_kv_heads") if layout == "NHD" else ("num_kv_heads", "page_size")
+    for name, array in zip(("k", "v"), arrays, strict=True):
+        match(op, name, array, ("max_num_pages", *axes, f"head_dim_{name}"), dims)
+        extra = (_FLOAT64,) if isinstance(array, np.ndarray) else ()
+        match_dtype(op, name, array, *DTYPES, *extra)
+    match_dtype(op, "v", arrays[1], arrays[0].dtype)
+    home(op, k=arrays[0], v=arrays[1])
+    if dims["page_size"] == 0:
+        raise ValueError(f"{op}: page_size must be 1 or more, got 0")
+    k, v = (
+        Pages(op, name, swap_layout(array) if layout == "HND" else array, reason)
+        for name, array, reason in zip(("k", "v"), arrays, reasons, strict=True)
+    )
+    return PagePair(k, v)

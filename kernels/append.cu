@@ -1,0 +1,115 @@
+// append -- write nnz packed rows into pages that the table already owns; find where by itself.
+//
+//   b     = request of row i: from indptr, from batch_indices, or i itself
+//   pos   = kv_len[b] - (indptr[b + 1] - i), or positions[i], or kv_len[b] - 1
+//   page  = indices[table.indptr[b] + pos / page_size],  entry = pos % page_size
+//   k_cache[page, entry, h, :] = k[i, h, :],  v likewise;  rows that name no slot are skipped
+//
+// A CTA moves a few rows of K or of V; the first are on their way while one thread per row finds
+// its slot.
+// Bound by HBM: every row of K and V read once and written once; small batches by latency.
+// Host: cukv/paged.py PagedKVCache.append, cukv/mla.py MLAPagedCache.append
+// Reference: cukv/reference.py append
+#include "common/rows.cuh"
+
+namespace cukv {
+
+struct AppendParams {
+    PageTable table;
+    Pages k_cache;
+    Pages v_cache;
+    Rows k;               // [nnz, num_kv_heads, head_dim]
+    Rows v;               // [nnz, num_kv_heads, head_dim_vo]
+    Index indptr;         // [batch_size + 1] rows, or not given
+    Index batch_indices;  // [nnz] with positions, or not given
+    Index positions;      // [nnz], tokens
+    Scale k_scale;
+    Scale v_scale;
+    int64_t nnz;
+    int32_t k_ctas;          // the first CTAs move K, the others V
+    float requests_per_row;  // batch_size / nnz
+};
+
+static_assert(sizeof(AppendParams) == PARAMS_BYTES, "host and device disagree on the parameters");
+
+// Rows are guessed to be spread evenly over the requests, so that for even batches everything the
+// row needs is read at once; where the guess is wrong a search follows.
+__device__ __forceinline__ Slot slot_from_indptr(const AppendParams& p, int64_t row) {
+    const int64_t last_request = p.table.batch_size - 1;
+    const int guess = static_cast<int>((row + 0.5f) * p.requests_per_row);
+    int64_t request_idx = guess < last_request ? guess : last_request;
+    const int64_t first_row = p.indptr[request_idx];
+    int64_t end_row = p.indptr[request_idx + 1];
+    Request request = p.table.request(request_idx);
+    if (row < first_row || row >= end_row) {
+        request_idx = upper_bound(p.indptr, p.table.batch_size + 1, row) - 1;
+        if (request_idx < 0 || request_idx > last_request) {
+            return {-1, 0};
+        }
+        end_row = p.indptr[request_idx + 1];
+        request = p.table.request(request_idx);
+    }
+    return p.table.slot(request, p.table.kv_len(request) - (end_row - row));
+}
+
+__device__ __forceinline__ Slot find_slot(const AppendParams& p, int64_t row) {
+    if (p.indptr.given()) {
+        return slot_from_indptr(p, row);
+    }
+    const bool explicit_rows = p.positions.given();
+    const int64_t request_idx = explicit_rows ? p.batch_indices[row] : row;
+    if (request_idx < 0 || request_idx >= p.table.batch_size) {
+        return {-1, 0};
+    }
+    const Request request = p.table.request(request_idx);
+    return p.table.slot(request, explicit_rows ? p.positions[row] : p.table.kv_len(request) - 1);
+}
+
+template <typename FROM, typename TO, int VEC>
+__device__ __forceinline__ void append_array(
+    const AppendParams& p,
+    const Rows& rows,
+    const Pages& cache,
+    const Scale& scale,
+    int64_t cta_idx,
+    int64_t* slots) {
+    const RowRange range(p.nnz, rows, cta_idx);
+    const auto load = [&](const Place& place) {
+        const char* row = rows.base + (range.first + place.local_row) * rows.row_stride;
+        return load_once<FROM, VEC>(row + place.offset<FROM, VEC>(rows.head_stride));
+    };
+    const auto find_slots = [&] {
+        const int local_row = threadIdx.x;
+        if (local_row < range.num) {
+            slots[local_row] = cache.offset(find_slot(p, range.first + local_row));
+        }
+        __syncthreads();  // all slots are in smem
+    };
+    const auto store = [&](const Place& place, const Vec<FROM, VEC>& x) {
+        const int64_t slot = slots[place.local_row];
+        if (slot == NO_SLOT) {
+            return;
+        }
+        char* to = cache.base + slot + place.offset<TO, VEC>(cache.head_stride);
+        if constexpr (is_fp8<TO>) {
+            const float by = scale.get();
+            store_once(to, convert<FROM, TO, VEC>(x, [=](float value) { return value / by; }));
+        } else {  // the host refuses a scale: only fp8 pages hold scaled values
+            store_once(to, convert<FROM, TO, VEC>(x, [](float value) { return value; }));
+        }
+    };
+    move_rows<Vec<FROM, VEC>>(rows, range.num, load, find_slots, store);
+}
+
+template <typename FROM, typename K_TO, typename V_TO, int VEC>
+__global__ void __launch_bounds__(ROW_THREADS) append(const __grid_constant__ AppendParams p) {
+    __shared__ int64_t slots[MAX_ROWS_PER_CTA];
+    const int64_t cta_idx = blockIdx.x;
+    if (cta_idx < p.k_ctas) {
+        append_array<FROM, K_TO, VEC>(p, p.k, p.k_cache, p.k_scale, cta_idx, slots);
+    } else {
+        append_array<FROM, V_TO, VEC>(p, p.v, p.v_cache, p.v_scale, cta_idx - p.k_ctas, slots);
+    }
+}
+
+}  // namespace cukv

@@ -1,0 +1,202 @@
+"""Cases: shapes of a problem as a frozen dataclass with a readable id, and its poisoned arrays.
+
+Memory that an operation must not read is poisoned: unowned pages and slots past ``kv_len`` are NaN,
+page ids are shuffled with gaps, and ``indices`` goes on past ``indptr[-1]`` with ids that are not
+pages. A test makes the arrays on the host and the nouns in the home it is about::
+
+    case = PagedCase((45, 8, 25, 22), page_size=16, dtype="bfloat16", layout="HND")
+    arrays = case.arrays(rng)
+    cache, table = case.nouns(arrays, xp)  # NumPy's share memory with arrays
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cukv
+from cukv._arrays import as_dtype
+
+
+def random_rows(rng, shape, dtype):
+    """Draw normal values, rounded to a dtype or its name."""
+    return rng.standard_normal(shape, np.float32).astype(as_dtype("cases", "dtype", dtype))
+
+
+def indptr_of(lens, dtype="int32"):
+    """Prefix sum of lengths, from 0."""
+    return np.cumsum([0, *lens]).astype(dtype)
+
+
+def poison(shape, dtype):
+    """Make an array of NaNs with every bit below the sign set: 0x7f for fp8, 0x7fff for halves."""
+    return np.full(shape, 2 ** (8 * dtype.itemsize - 1) - 1, f"u{dtype.itemsize}").view(dtype)
+
+
+class PagedArrays(NamedTuple):
+    """What a case is made of, on the host."""
+
+    data: Any  # the cache: one array or a pair
+    indptr: Any
+    indices: Any
+    last_page_len: Any
+    k: Any  # [nnz, heads, dim] the owned rows in order of request and position; ckv of MLA
+    v: Any  # [nnz, heads, dim_vo] likewise; kpe of MLA
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Requests of given lengths on shuffled pages."""
+
+    kv_lens: tuple[int, ...]
+    page_size: int = 16
+
+    @property
+    def batch_size(self):
+        """Number of requests."""
+        return len(self.kv_lens)
+
+    @property
+    def nnz(self):
+        """Tokens of all requests."""
+        return sum(self.kv_lens)
+
+    @property
+    def pages(self):
+        """Pages of each request."""
+        return [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
+
+    @property
+    def last_page_len(self):
+        """Tokens in each request's last page; any value counts for a request without pages."""
+        return [(kv_len - 1) % self.page_size + 1 if kv_len else 7 for kv_len in self.kv_lens]
+
+    @property
+    def max_num_pages(self):
+        """Pages of the cache: more than are owned."""
+        return 2 * sum(self.pages) + 3
+
+    def _table(self, rng, index_dtype):
+        """Give indptr, indices with poisoned padding, and last_page_len."""
+        owned = rng.permutation(self.max_num_pages)[: sum(self.pages)]
+        huge = np.iinfo(index_dtype).max
+        indices = np.array([*owned, huge, -1, huge, -1, huge], index_dtype)
+        last = np.array(self.last_page_len, index_dtype)
+        return indptr_of(self.pages, index_dtype), indices, last
+
+    def _slots(self, indptr, indices):
+        """Page and entry of every token, in order of request and position."""
+        positions = [np.arange(kv_len) for kv_len in self.kv_lens]
+        pages = [
+            indices[first + at // self.page_size]
+            for first, at in zip(indptr, positions, strict=False)
+        ]
+        empty = np.zeros(0, np.int64)
+        return np.concatenate([empty, *pages]), np.concatenate([empty, *positions]) % self.page_size
+
+
+@dataclass(frozen=True)
+class PagedCase(_Pages):
+    """A paged cache. ``form`` is "5d" (one array) or "pair", which may have two head_dims."""
+
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    head_dim_vo: int | None = None
+    dtype: str = "float16"
+    layout: str = "NHD"
+    form: str = "5d"
+    index_dtype: str = "int32"
+
+    def __str__(self):
+        dims = f"{self.head_dim}" + (f"/{self.head_dim_vo}" if self.head_dim_vo else "")
+        index = "" if self.index_dtype == "int32" else f"-{self.index_dtype}"
+        return (
+            f"{_lens(self.kv_lens)}-page{self.page_size}-heads{self.num_kv_heads}x{dims}"
+            f"-{self.dtype}-{self.layout}-{self.form}{index}"
+        )
+
+    def arrays(self, rng):
+        """Make the case's arrays: PagedArrays on the host, with poison where nobody may read."""
+        dtype = as_dtype("cases", "dtype", self.dtype)
+        dims = (self.head_dim, self.head_dim_vo or self.head_dim)
+        nhd = (self.max_num_pages, self.page_size, self.num_kv_heads)
+        axes = (0, 1, 2, 3) if self.layout == "NHD" else (0, 2, 1, 3)
+        if self.form == "5d":
+            assert dims[0] == dims[1], "one 5-D array has one head_dim"
+            shape = [nhd[axis] for axis in axes[:3]]
+            data = poison((shape[0], 2, *shape[1:], dims[0]), dtype)
+            stores = data[:, 0], data[:, 1]
+        else:
+            data = stores = tuple(
+                poison((*(nhd[axis] for axis in axes[:3]), dim), dtype) for dim in dims
+            )
+        indptr, indices, last = self._table(rng, self.index_dtype)
+        rows = []
+        for store, dim in zip(stores, dims, strict=True):
+            rows.append(random_rows(rng, (self.nnz, self.num_kv_heads, dim), dtype))
+            store.transpose(axes)[self._slots(indptr, indices)] = rows[-1]
+        return PagedArrays(data, indptr, indices, last, *rows)
+
+    def nouns(self, arrays, xp=np):
+        """Give (PagedKVCache, PageTable) over the arrays: themselves on NumPy, copies on CuPy."""
+        cache = cukv.PagedKVCache(arrays.data, self.layout)
+        return _at_home(xp, cache, *_page_table(arrays, self.page_size))
+
+    def queries(self, rng, num_rows, num_qo_heads):
+        """Draw queries [num_rows, num_qo_heads, head_dim] of the cache's dtype, bf16 for fp8."""
+        dtype = "bfloat16" if self.dtype.startswith("float8") else self.dtype
+        return random_rows(rng, (num_rows, num_qo_heads, self.head_dim), dtype)
+
+
+@dataclass(frozen=True)
+class MLACase(_Pages):
+    """An MLA cache. ``form`` is "one" (ckv and kpe side by side in one array) or "pair"."""
+
+    head_dim_ckv: int = 512
+    head_dim_kpe: int = 64
+    dtype: str = "float16"
+    form: str = "one"
+    index_dtype: str = "int32"
+
+    def __str__(self):
+        index = "" if self.index_dtype == "int32" else f"-{self.index_dtype}"
+        return (
+            f"{_lens(self.kv_lens)}-page{self.page_size}-{self.head_dim_ckv}+{self.head_dim_kpe}"
+            f"-{self.dtype}-{self.form}{index}"
+        )
+
+    def arrays(self, rng):
+        """Make the case's arrays: as PagedCase's, with k = ckv and v = kpe, [nnz, 1, dim]."""
+        dtype = as_dtype("cases", "dtype", self.dtype)
+        dims = (self.head_dim_ckv, self.head_dim_kpe)
+        pages = (self.max_num_pages, self.page_size)
+        if self.form == "one":
+            data = poison((*pages, sum(dims)), dtype)
+            stores = data[..., : dims[0]], data[..., dims[0] :]
+        else:
+            data = stores = tuple(poison((*pages, dim), dtype) for dim in dims)
+        indptr, indices, last = self._table(rng, self.index_dtype)
+        rows = []
+        for store, dim in zip(stores, dims, strict=True):
+            rows.append(random_rows(rng, (self.nnz, 1, dim), dtype))
+            store[self._slots(indptr, indices)] = rows[-1][:, 0]
+        return PagedArrays(data, indptr, indices, last, *rows)
+
+    def nouns(self, arrays, xp=np):
+        """Give (MLAPagedCache, PageTable) over the arrays: themselves on NumPy, copies on CuPy."""
+        dims = {} if self.form == "pair" else {"head_dim_kpe": self.head_dim_kpe}
+        cache = cukv.MLAPagedCache(arrays.data, **dims)
+        return _at_home(xp, cache, *_page_table(arrays, self.page_size))
+
+
+def _lens(kv_lens):
+    shown = ",".join(map(str, kv_lens[:6])) or "none"
+    return shown if len(kv_lens) <= 6 else f"{shown},..x{len(kv_lens)}"
+
+
+def _page_table(arrays, page_size):
+    return [cukv.PageTable(arrays.indptr, arrays.indices, arrays.last_page_len, page_size)]
+
+
+def _at_home(xp, *nouns):
+    return nouns if xp is np else tuple(noun.to_device() for noun in nouns)

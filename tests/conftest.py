@@ -1,0 +1,83 @@
+"""Markers and fixtures that every test file may use."""
+
+import os
+import shutil
+from pathlib import Path
+
+import cupy as cp
+import hypothesis
+import numpy as np
+import pytest
+
+from cukv import _kernels
+from cukv._arrays import is_available
+
+pytest_plugins = ["gpu_record"]
+
+BENCH = Path(__file__).parent / "bench"
+
+# Same examples in every run; no deadline, since a first kernel call compiles.
+hypothesis.settings.register_profile("cukv", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("cukv")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Benchmarks run only where the command line names their folder or a file in it."""
+    if collection_path != BENCH:
+        return None
+    named = [
+        Path(config.invocation_params.dir, a.partition("::")[0]).resolve() for a in config.args
+    ]
+    return None if any(BENCH in (path, *path.parents) for path in named) else True
+
+
+def pytest_collection_modifyitems(config, items):
+    if "long" in config.option.markexpr:
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not is_available():
+        if os.environ.get("CUKV_REQUIRE_GPU") == "1":
+            pytest.fail("CUKV_REQUIRE_GPU=1, and there is no GPU", pytrace=False)
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture
+def rng():
+    """Random numbers: the same in every run of a test, whatever runs before it."""
+    return np.random.default_rng(20240)
+
+
+@pytest.fixture(
+    params=[pytest.param(np, id="numpy"), pytest.param(cp, id="cupy", marks=pytest.mark.gpu)]
+)
+def xp(request):
+    """Home of the arrays: the definition on NumPy, the kernels on CuPy."""
+    return request.param
+
+
+@pytest.fixture
+def refresh_sources():
+    """Give a function that makes the loader read its sources again; called at the end too."""
+    cached = (_kernels.source, _kernels._headers, _kernels._digest, _kernels.struct_layout)
+
+    def refresh():
+        for function in cached:
+            function.cache_clear()
+
+    yield refresh
+    refresh()
+
+
+@pytest.fixture
+def kernel_sources(tmp_path, monkeypatch, refresh_sources):
+    """Copy the kernels to a folder that the test may edit, and make the loader read that."""
+    folder = shutil.copytree(_kernels.ROOT, tmp_path / "edited kernels")
+    monkeypatch.setattr(_kernels, "ROOT", folder)
+    refresh_sources()
+    return folder

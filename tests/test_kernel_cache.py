@@ -1,0 +1,290 @@
+"""Compiled kernels on disk and in the process: whole, shared, and never stale."""
+
+import hashlib
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cukv import _kernels
+
+ARCH = "sm_90a"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder of a test's own, in a path with a space."""
+    folder = tmp_path / "compiled kernels"
+    use_cache(monkeypatch, folder)
+    yield folder
+    _kernels.cache_folder.cache_clear()
+
+
+def use_cache(monkeypatch, folder):
+    monkeypatch.setenv("CUKV_CACHE_DIR", str(folder))
+    _kernels.cache_folder.cache_clear()
+
+
+def count_compiles(monkeypatch):
+    """Count calls of the compiler from here on."""
+    calls = []
+    compile_kernels = _kernels.compile_kernels
+
+    def counted(*args):
+        calls.append(args)
+        return compile_kernels(*args)
+
+    monkeypatch.setattr(_kernels, "compile_kernels", counted)
+    return calls
+
+
+# The key
+
+
+def test_a_kernel_is_compiled_once_and_found_again(cache, monkeypatch):
+    calls = count_compiles(monkeypatch)
+    path, lowered = _kernels._cubin("seq_lens", ARCH, {})
+    assert path.read_bytes().startswith(b"\x7fELF")
+    assert lowered.startswith("_ZN4cukv8seq_lens")
+    assert _kernels._cubin("seq_lens", ARCH, {}) == (path, lowered)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("edited", ["seq_lens.cu", "common/types.cuh", "common/index.cuh"])
+def test_an_edited_source_never_finds_an_old_cubin(edited, cache, kernel_sources, refresh_sources):
+    before, _ = _kernels._cubin("seq_lens", ARCH, {})
+    path = kernel_sources / edited
+    path.write_text(path.read_text() + "\n// edited\n")
+    refresh_sources()
+    after, _ = _kernels._cubin("seq_lens", ARCH, {})
+    assert after != before
+    assert after.exists()
+
+
+def test_architecture_template_arguments_and_compiler_are_part_of_the_key(cache, monkeypatch):
+    paths = {_kernels._cubin("copy_pages", ARCH, {"BYTES": size})[0] for size in (1, 2)}
+    paths.add(_kernels._cubin("copy_pages", "sm_80", {"BYTES": 1})[0])
+    monkeypatch.setattr(_kernels.nvrtc, "getVersion", lambda: (99, 0))
+    paths.add(_kernels._cubin("copy_pages", ARCH, {"BYTES": 1})[0])
+    assert len(paths) == 4
+
+
+def test_sources_in_a_path_with_a_space_compile(cache, kernel_sources):
+    assert " " in str(kernel_sources)
+    path, _ = _kernels._cubin("slot_mapping", ARCH, {})
+    assert path.exists()
+
+
+@pytest.mark.parametrize("suffix", [".cubin", ".name"])
+def test_a_half_removed_cache_entry_is_made_again(suffix, cache):
+    path, lowered = _kernels._cubin("seq_lens", ARCH, {})
+    path.with_suffix(suffix).unlink()
+    assert _kernels._cubin("seq_lens", ARCH, {}) == (path, lowered)
+    assert path.exists()
+
+
+# Many at once
+
+PROCESS = """
+import hashlib, pathlib, sys, time
+from cukv import _kernels
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.001)
+path, lowered = _kernels._cubin("token_indptr", "sm_90a", {})
+print(hashlib.sha256(path.read_bytes()).hexdigest(), lowered)
+"""
+
+
+def test_eight_processes_on_an_empty_cache_all_succeed_and_leave_whole_files(cache, tmp_path):
+    go = tmp_path / "go"
+    tree = Path(_kernels.__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(go)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    go.touch()
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8, results
+    assert len({out for out, _ in results}) == 1
+    assert sorted(p.suffix for p in cache.iterdir()) == [".cubin", ".name"]
+    path, _ = _kernels._cubin("token_indptr", ARCH, {})
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == results[0][0].split()[0]
+
+
+def test_many_threads_on_an_empty_cache_all_get_the_same_file(cache):
+    names = ["seq_lens", "token_indptr", "page_indptr", "slot_mapping"] * 8
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda name: _kernels._cubin(name, ARCH, {}), names))
+    assert len(set(found)) == 4
+    assert sorted(p.suffix for p in cache.iterdir()) == [".cubin"] * 4 + [".name"] * 4
+
+
+def test_a_write_that_fails_leaves_nothing(cache, monkeypatch):
+    def fail(self, target):
+        raise OSError("no space left")
+
+    cache.mkdir()
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        _kernels._cubin("seq_lens", ARCH, {})
+    assert list(cache.iterdir()) == []
+
+
+# The folder
+
+
+def test_a_home_that_cannot_be_written_falls_back_to_a_temporary_folder(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "file").touch()  # a folder below a file cannot be made, not even by root
+    use_cache(monkeypatch, tmp_path / "file" / "cache")
+    path, _ = _kernels._cubin("seq_lens", ARCH, {})
+    assert path.exists()
+    assert tmp_path not in path.parents
+    assert "cannot write" in caplog.text
+    shutil.rmtree(path.parent)
+    _kernels.cache_folder.cache_clear()
+
+
+def test_a_user_without_a_home_gets_a_folder(monkeypatch, tmp_path):
+    def no_user(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
+    monkeypatch.chdir(tmp_path)
+    use_cache(monkeypatch, "")
+    folder = _kernels.cache_folder()
+    assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []  # no folder named "~" where the process happens to be
+    _kernels.cache_folder.cache_clear()
+
+
+# Loading
+
+
+class FakeModule:
+    """Stands for a loaded module; counts how many were made."""
+
+    made = 0
+    lock = threading.Lock()
+
+    def __init__(self, path):
+        self.path = path
+        with FakeModule.lock:
+            FakeModule.made += 1
+
+    def get_function(self, name):
+        return self
+
+    class kernel:  # noqa: N801
+        """The part of a CuPy function that a launch needs."""
+
+        ptr = 1
+
+
+class FakeDevice:
+    """Stands for a device made current by ``with``."""
+
+    current = 0
+
+    def __init__(self, device):
+        self._device = device
+
+    def __enter__(self):
+        self._previous, FakeDevice.current = FakeDevice.current, self._device
+
+    def __exit__(self, *error):
+        FakeDevice.current = self._previous
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, cache):
+    """Load without a device: modules are fakes, launches are noted in the list given."""
+    launches = []
+    FakeModule.made = 0
+    monkeypatch.setattr(_kernels, "_loaded", {})
+    monkeypatch.setattr(_kernels, "_locks", {})
+    monkeypatch.setattr(_kernels, "arch_of", lambda device: ARCH)
+    monkeypatch.setattr(_kernels.cp, "RawModule", FakeModule)
+    monkeypatch.setattr(_kernels.cp.cuda, "Device", FakeDevice)
+    monkeypatch.setattr(_kernels, "getDevice", lambda: FakeDevice.current)
+    monkeypatch.setattr(_kernels, "get_current_stream", lambda: FakeModule.kernel)
+    monkeypatch.setattr(_kernels, "launchKernel", lambda *args: launches.append(args))
+    return launches
+
+
+def test_threads_that_want_the_same_kernel_load_it_once(fake_gpu):
+    with ThreadPoolExecutor(16) as pool:
+        loaded = list(pool.map(lambda _: _kernels.kernel("seq_lens", 0), range(64)))
+    assert len({id(kernel) for kernel in loaded}) == 1
+    assert FakeModule.made == 1
+    assert _kernels.kernel("seq_lens", 1) is not loaded[0]  # a device has its own
+
+
+def test_template_arguments_mean_the_same_in_any_order(fake_gpu):
+    half, single = _kernels.FLOAT16, _kernels.FLOAT32
+    there = _kernels.kernel("gather", 0, FROM=half, TO=single, VEC=4)
+    back = _kernels.kernel("gather", 0, TO=half, FROM=single, VEC=4)
+    assert there._raw.path != back._raw.path
+
+
+def test_a_launch_outside_the_table_is_not_implemented_and_lists_what_is():
+    with pytest.raises(
+        NotImplementedError, match=r"packbits: no specialisation .*BYTES.*3.*\('8',\)"
+    ):
+        _kernels.kernel("packbits", 0, BYTES=3)
+    with pytest.raises(NotImplementedError, match="gather: no specialisation"):
+        _kernels.kernel("gather", 0, FROM=np.dtype(np.float64), TO=np.dtype(np.float64), VEC=2)
+
+
+def test_a_launch_packs_parameters_by_name(fake_gpu):
+    launch = _kernels.kernel("page_indptr", 0)
+    layout = _kernels.struct_layout("PageIndptrParams", "page_indptr")
+    width = _kernels.struct_layout("Index").size
+    values = {"seq_lens": b"s" * width, "indptr": b"i" * width, "last_page_len": b"l" * width}
+    backwards = dict(reversed(values.items()))
+    launch(3, 128, 64, page_size=16, **backwards)
+    (arguments,) = fake_gpu
+    assert arguments[1:8] == (3, 1, 1, 128, 1, 1, 64)
+    packed = bytes(_kernels._STAGING.memory)[: layout.size]
+    assert packed == b"".join(values.values()) + (16).to_bytes(8, "little")
+
+
+def test_a_launch_goes_to_the_kernels_device_and_leaves_the_current_one(fake_gpu, monkeypatch):
+    seen = []
+    monkeypatch.setattr(_kernels, "launchKernel", lambda *_: seen.append(FakeDevice.current))
+    launch = _kernels.kernel("page_indptr", 1)
+    index = b"i" * _kernels.struct_layout("Index").size
+    launch(1, 32, seq_lens=index, indptr=index, last_page_len=index, page_size=16)
+    assert (seen, FakeDevice.current) == ([1], 0)
+
+
+def test_a_launch_with_missing_or_unknown_parameters_raises(fake_gpu):
+    launch = _kernels.kernel("page_indptr", 0)
+    with pytest.raises(TypeError, match="page_indptr: takes 4 parameters"):
+        launch(1, 32, page_size=16)
+    with pytest.raises((TypeError, KeyError)):
+        launch(1, 32, seq_lens=b"", indptr=b"", last_page_len=b"", pages=16)
+    assert fake_gpu == []
+
+
+def test_every_parameter_struct_fits_the_staging_memory():
+    for name in _kernels.specialisations():
+        struct_name = _kernels._params_struct(name)
+        assert _kernels.struct_layout(struct_name, name).size <= len(_kernels._STAGING.memory)
