@@ -256,7 +256,9 @@ def compile_kernels(
             text = nvrtc.getProgramLog(program)
             raise RuntimeError(f"cukv: {symbols[0]} for {arch}: {error}\n{text}") from error
         lowered = [nvrtc.getLoweredName(program, symbol) for symbol in symbols]
-        return nvrtc.getCUBIN(program), lowered, nvrtc.getProgramLog(program)
+        cubin = nvrtc.getCUBIN(program)
+        cubin += bytes(-len(cubin) % 8)  # CuPy gives it without its last byte, a zero
+        return cubin, lowered, nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from cukv._arrays import Array, CudaUnavailableError, home, is_available, to_dlpack
+from cukv._arrays import FP8, Array, CudaUnavailableError, home, is_available, to_dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ class Noun:
         """Copy to NumPy arrays. Synchronises; a noun that is there already is returned as it is."""
         if self._home() is np:
             return self
-        return self._map(lambda a: a.get())
+        return self._map(_as_bytes(lambda a: a.get()))
 
     def to_device(self: Self) -> Self:
         """Copy to CuPy arrays on the current device; a noun on a GPU is returned as it is."""
@@ -55,17 +55,70 @@ class Noun:
             return self
         if not is_available():
             raise CudaUnavailableError(f"{type(self).__name__}.to_device")
-        return self._map(_to_device)
+        return self._map(_as_bytes(cp.asarray))
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        return self._map(lambda a: a.copy())
+        return self._map(_as_bytes(_copy))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(self._fields().values())
+        host = tuple(self.to_host()._fields().values())
+        return _rebuild, (type(self), host, self._home() is cp)
 
     def _map(self: Self, change: Callable[[Array], Array]) -> Self:
         """Make the same noun over changed arrays."""
         return type(self)(*(_map(value, change) for value in self._fields().values()))
+
+
+class ArrayNoun(Noun):
+    """A noun that exports its ``data`` through DLPack, bfloat16 and fp8 with their own codes."""
+
+    data: Array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Export ``data``, zero-copy, ordered after CuPy's current stream."""
+        return to_dlpack(self._exported(), **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        """DLPack device of ``data``."""
+        return self._exported().__dlpack_device__()
+
+    def _exported(self) -> Array:
+        if isinstance(self.data, tuple):
+            names = [n for n in ("k", "v", "ckv", "kpe") if hasattr(self, n)]
+            raise BufferError(
+                f"{type(self).__name__}: a pair of arrays is not one DLPack array; "
+                f"export .{names[0]} and .{names[1]}"
+            )
+        return self.data
+
+
+def _as_bytes(change: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Change fp8 arrays as bytes: CuPy moves and copies no dtype that it does not know."""
+
+    def changed(array: Array) -> Array:
+        if array.dtype not in FP8:
+            return change(array)
+        return change(array.view(np.uint8)).view(array.dtype)
+
+    return changed
+
+
+def _copy(array: Array) -> Array:
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    with array.device:  # CuPy copies to the current device
+        return array.copy()
+
+
+def _rebuild(noun: type[Self], fields: tuple[Any, ...], on_device: bool) -> Self:
+    """Unpickle a noun, onto the current device if it was on one."""
+    made = noun(*fields)
+    return made.to_device() if on_device else made
+
+
+def _map(self: Self, change: Callable[[Array], Array]) -> Self:
+    """Make the same noun over changed arrays."""
+    return type(self)(*(_map(value, change) for value in self._fields().values()))
 
 
 class ArrayNoun(Noun):

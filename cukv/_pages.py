@@ -37,9 +37,11 @@ _pack_rows = packer("Rows")
 
 _BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 
-# How rows are dealt to CTAs. The first two are written in kernels/common/rows.cuh too.
-ROW_THREADS = 256
+# How rows are dealt to CTAs. The first two are written in kernels/common/rows.cuh, the third in
+# kernels/append.cu too.
+MOVE_THREADS = 256
 MAX_ROWS_PER_CTA = 256
+APPEND_THREADS = MOVE_THREADS + 32
 _CTAS_PER_SM = 8
 _VECS_PER_THREAD = 4  # enough to pay for finding the rows' slots, few enough to walk close together
 
@@ -107,13 +109,13 @@ class _Deal:
         self._strides = rows.strides[:2]
         columns_per_head = fit.head_dim // vec
         self._columns = fit.num_heads * columns_per_head
-        self._most = max(1, min(MAX_ROWS_PER_CTA, _VECS_PER_THREAD * ROW_THREADS // self._columns))
+        self._most = max(1, min(MAX_ROWS_PER_CTA, _VECS_PER_THREAD * MOVE_THREADS // self._columns))
         self._packed = pack_divisor(self._columns), pack_divisor(columns_per_head)
 
     def pack(self, pointer: int, nnz: int, device: int) -> tuple[bytes, int]:
         """Give rows at an address as kernels take them, and the CTAs that move them."""
         share = -(-nnz // (num_sms(device) * _CTAS_PER_SM))  # rows, were all CTAs resident
-        full = -(-ROW_THREADS // self._columns)  # rows that fill a CTA
+        full = -(-MOVE_THREADS // self._columns)  # rows that fill a CTA
         rows = min(max(share, full), self._most) if self._columns else 1
         packed = _pack_rows(pointer, *self._strides, *self._packed, rows, 0)
         return packed, -(-nnz // rows) if self._columns else 0
@@ -207,7 +209,7 @@ class PagePair:
         v_rows, v_ctas = v_deal.pack(v_pointer, nnz, self.first.device)
         launch(
             k_ctas + v_ctas,
-            ROW_THREADS,
+            APPEND_THREADS,
             table=table.packed,
             k_cache=self.first.packed,
             v_cache=self.second.packed,
@@ -409,7 +411,7 @@ def _gather_array(
     packed_rows, ctas = _Deal(rows, fit, vec).pack(rows.data.ptr, nnz, pages.device)
     kernel("gather", pages.device, FROM=cache.dtype, TO=dtype, VEC=vec)(
         ctas,
-        ROW_THREADS,
+        MOVE_THREADS,
         table=table.packed,
         token_indptr=pack_index(token_indptr),
         cache=pages.packed,
@@ -442,7 +444,7 @@ def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> None:
     for to_scratch in (1, 0):
         launch(
             ctas,
-            ROW_THREADS,
+            MOVE_THREADS,
             cache=pages.packed,
             scratch=packed,
             src=pack_index(src),

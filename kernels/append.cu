@@ -5,8 +5,8 @@
 //   page  = indices[table.indptr[b] + pos / page_size],  entry = pos % page_size
 //   k_cache[page, entry, h, :] = k[i, h, :],  v likewise;  rows that name no slot are skipped
 //
-// A CTA moves a few rows of K or of V; the first are on their way while one thread per row finds
-// its slot.
+// A CTA moves a few rows of K or of V. One warp finds their slots while the others have the first
+// of their loads on the way.
 // Bound by HBM: every row of K and V read once and written once; small batches by latency.
 // Host: cukv/paged.py PagedKVCache.append, cukv/mla.py MLAPagedCache.append
 // Reference: cukv/reference.py append
@@ -79,9 +79,10 @@ __device__ __forceinline__ void append_array(
         return load_once<FROM, VEC>(row + place.offset<FROM, VEC>(rows.head_stride));
     };
     const auto find_slots = [&] {
-        const int local_row = threadIdx.x;
-        if (local_row < range.num) {
-            slots[local_row] = cache.offset(find_slot(p, range.first + local_row));
+        if (threadIdx.x >= MOVE_THREADS) {
+            for (int i = threadIdx.x - MOVE_THREADS; i < range.num; i += WARP_SIZE) {
+                slots[i] = cache.offset(find_slot(p, range.first + i));
+            }
         }
         __syncthreads();  // all slots are in smem
     };
@@ -101,8 +102,10 @@ __device__ __forceinline__ void append_array(
     move_rows<Vec<FROM, VEC>>(rows, range.num, load, find_slots, store);
 }
 
+constexpr int APPEND_THREADS = MOVE_THREADS + WARP_SIZE;
+
 template <typename FROM, typename K_TO, typename V_TO, int VEC>
-__global__ void __launch_bounds__(ROW_THREADS) append(const __grid_constant__ AppendParams p) {
+__global__ void __launch_bounds__(APPEND_THREADS) append(const __grid_constant__ AppendParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
     const int64_t cta_idx = blockIdx.x;
     if (cta_idx < p.k_ctas) {

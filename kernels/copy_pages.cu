@@ -25,7 +25,7 @@ static_assert(
     sizeof(CopyPagesParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 template <int BYTES>
-__global__ void __launch_bounds__(ROW_THREADS)
+__global__ void __launch_bounds__(MOVE_THREADS)
     copy_pages(const __grid_constant__ CopyPagesParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
     // 1 which token rows of which pages

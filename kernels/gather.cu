@@ -34,7 +34,7 @@ __device__ __forceinline__ int64_t find_slot(const GatherParams& p, int64_t row)
 }
 
 template <typename FROM, typename TO, int VEC>
-__global__ void __launch_bounds__(ROW_THREADS) gather(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(MOVE_THREADS) gather(const __grid_constant__ GatherParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
     // 1 which rows, and where they live
     const RowRange range(p.nnz, p.rows, blockIdx.x);

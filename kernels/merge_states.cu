@@ -77,31 +77,22 @@ struct Walk {
     }
 };
 
-// Loads a vector that the grid reads once: streamed past the caches.
-template <typename DType, int SIZE>
-__device__ __forceinline__ void load_streamed(Vec<DType, SIZE>& x, const char* from) {
-    if constexpr (Vec<DType, SIZE>::BYTES == 16) {
-        reinterpret_cast<uint4&>(x) = __ldcs(reinterpret_cast<const uint4*>(from));
-    } else if constexpr (Vec<DType, SIZE>::BYTES == 8) {
-        reinterpret_cast<uint2&>(x) = __ldcs(reinterpret_cast<const uint2*>(from));
-    } else {
-        x.words[0] = __ldcs(reinterpret_cast<const typename Vec<DType, SIZE>::Word*>(from));
-    }
-}
-
 // Replaces a vector by -0.0 unless `live`, word by word.
 template <typename DType, int SIZE>
 __device__ __forceinline__ void keep_if(bool live, Vec<DType, SIZE>& x) {
     constexpr uint32_t NEGATIVE_ZEROS = sizeof(DType) == 2 ? 0x80008000u : 0x80000000u;
-    for (auto& word : x.words) {
-        word = live ? word : NEGATIVE_ZEROS;
+    using Word = typename RawOf<(sizeof(x) < 4 ? sizeof(x) : 4)>::type;
+    Word* words = reinterpret_cast<Word*>(&x.raw);
+#pragma unroll
+    for (int i = 0; i < sizeof(x) / sizeof(Word); ++i) {
+        words[i] = live ? words[i] : static_cast<Word>(NEGATIVE_ZEROS);
     }
 }
 
 template <typename DType, int SIZE>
 __device__ __forceinline__ float element(const Vec<DType, SIZE>& x, int i) {
     if constexpr (is_same<DType, bfloat16> && SIZE > 1) {  // the upper half of a float
-        const uint32_t pair = x.words[i / 2];
+        const uint32_t pair = reinterpret_cast<const uint32_t*>(&x.raw)[i / 2];
         return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
     } else {
         return to_float(x[i]);
@@ -194,7 +185,7 @@ __device__ __forceinline__ State<VEC> merge(
             lse[i] = __ldcs(reinterpret_cast<const float*>(at.lse));
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
-                load_streamed(x[i][vec], at.o + offsets[vec]);
+                x[i][vec] = load_once<FROM, VEC>(at.o + offsets[vec]);
             }
             at.next(p, base + i);
         }

@@ -146,9 +146,9 @@ class Recorder:
 
     def pytest_sessionfinish(self, session, exitstatus):
         passed = [i for i, outcome in self.outcomes.items() if outcome == "passed"]
-        if exitstatus != pytest.ExitCode.OK or not passed or len(passed) < len(self.outcomes):
+        if exitstatus != pytest.ExitCode.OK or not passed:
             return
-        # Not here: a test left out by -k, by a path, by --deselect or --ignore.
+        # Not passed: one that failed, was skipped, or was left out by -k, a path or an option.
         if sorted(passed) != collected_ids() or digest() != self._hashes:
             return
         record = {

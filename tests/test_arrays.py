@@ -1,8 +1,10 @@
 """Arrays in and out: dtypes by name, DLPack both ways, homes and devices that may not mix."""
 
+import copy
 import ctypes
 import importlib
 import os
+import pickle
 import warnings
 
 import cupy as cp
@@ -409,12 +411,25 @@ def test_rows_that_their_producer_has_not_finished_are_waited_for():
     torch.cuda.synchronize()
 
 
-@pytest.mark.gpu
+# Moving and copying nouns
+
+
+@pytest.mark.parametrize("form", ["5d", "pair", "views"])
 @pytest.mark.parametrize("name", FLOATS)
-def test_nouns_travel_between_homes_bit_for_bit(name, rng):
-    case = PagedCase((45, 0, 8), dtype=name, layout="HND")
-    cache, table = case.nouns(case.arrays(rng))
-    there_and_back = cache.to_device().to_host()
-    assert_same_bits(there_and_back.data, cache.data)
-    assert there_and_back.layout == "HND"
-    assert_same_bits(table.to_device().to_host().indices, table.indices)
+def test_nouns_travel_and_are_copied_bit_for_bit(name, form, xp, rng):
+    case = PagedCase((45, 0, 8), dtype=name, layout="HND", form="5d" if form == "5d" else "pair")
+    arrays = case.arrays(rng)
+    there, table = case.nouns(arrays, xp)
+    if form == "views":  # every other page of a larger cache
+        there = cukv.PagedKVCache(tuple(x[::2] for x in there.data), "HND")
+    want = [bits(x).copy() for x in (there.k, there.v)]
+    for twin in (there.to_host(), copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
+        assert twin.layout == "HND"
+        assert twin.dtype.name == name
+        for got, expected in zip((twin.k, twin.v), want, strict=True):
+            assert_same_bits(bits(got), expected)
+    for twin in (copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
+        assert isinstance(twin.k, xp.ndarray)
+        twin.append(*[xp.ones((3, 2, 64), np.float16)] * 2, table)  # a buffer of its own
+    assert_same_bits(bits(there.k), want[0])
+    assert_same_bits(table.to_host().indices, arrays.indices)

@@ -1,7 +1,7 @@
 // Rows moved between a packed token axis and pages: who moves what, and conversion on the way.
 //
 // A CTA owns rows_per_cta rows of one array and moves them as one run of vectors, VEC elements of
-// one head each: thread t moves vectors t, t + CTA_THREADS, ... So a CTA is full whatever the
+// one head each: thread t moves vectors t, t + MOVE_THREADS, ... So a CTA is full whatever the
 // width of a row, and the widest and the narrowest rows (a head of 8 elements, 128 heads of 256)
 // take the same path.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace cukv {
 
-constexpr int ROW_THREADS = 256;       // of a CTA
+constexpr int MOVE_THREADS = 256;      // of a CTA; threads beyond it move nothing
 constexpr int MAX_ROWS_PER_CTA = 256;  // one thread finds the place of one row
 
 // More loads in flight per thread are slower, not faster: with 1 or 2 the SMs walk through memory
@@ -65,15 +65,15 @@ template <typename Value, typename Load, typename Between, typename Store>
 __device__ __forceinline__ void move_rows(
     const Rows& rows, int num_rows, Load load, Between between, Store store) {
     const uint32_t num_vecs = num_rows * rows.columns.divisor;
-    uint32_t vec_idx = threadIdx.x;
+    uint32_t vec_idx = threadIdx.x < MOVE_THREADS ? threadIdx.x : num_vecs;
     bool first = true;
 #pragma unroll 1
     do {
         Value rmem[VECS_IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < VECS_IN_FLIGHT; ++i) {
-            if (vec_idx + i * ROW_THREADS < num_vecs) {
-                rmem[i] = load(Place(rows, vec_idx + i * ROW_THREADS));
+            if (vec_idx + i * MOVE_THREADS < num_vecs) {
+                rmem[i] = load(Place(rows, vec_idx + i * MOVE_THREADS));
             }
         }
         if (first) {
@@ -82,11 +82,11 @@ __device__ __forceinline__ void move_rows(
         }
 #pragma unroll
         for (int i = 0; i < VECS_IN_FLIGHT; ++i) {
-            if (vec_idx + i * ROW_THREADS < num_vecs) {
-                store(Place(rows, vec_idx + i * ROW_THREADS), rmem[i]);
+            if (vec_idx + i * MOVE_THREADS < num_vecs) {
+                store(Place(rows, vec_idx + i * MOVE_THREADS), rmem[i]);
             }
         }
-        vec_idx += VECS_IN_FLIGHT * ROW_THREADS;
+        vec_idx += VECS_IN_FLIGHT * MOVE_THREADS;
     } while (vec_idx < num_vecs);
 }
 
