@@ -116,41 +116,6 @@ def _rebuild(noun: type[Self], fields: tuple[Any, ...], on_device: bool) -> Self
     return made.to_device() if on_device else made
 
 
-def _map(self: Self, change: Callable[[Array], Array]) -> Self:
-    """Make the same noun over changed arrays."""
-    return type(self)(*(_map(value, change) for value in self._fields().values()))
-
-
-class ArrayNoun(Noun):
-    """A noun that exports its ``data`` through DLPack, bfloat16 and fp8 with their own codes."""
-
-    data: Array
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        """Export ``data``, zero-copy, ordered after CuPy's current stream."""
-        return to_dlpack(self._exported(), **kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        """DLPack device of ``data``."""
-        return self._exported().__dlpack_device__()
-
-    def _exported(self) -> Array:
-        if isinstance(self.data, tuple):
-            names = [n for n in ("k", "v", "ckv", "kpe") if hasattr(self, n)]
-            raise BufferError(
-                f"{type(self).__name__}: a pair of arrays is not one DLPack array; "
-                f"export .{names[0]} and .{names[1]}"
-            )
-        return self.data
-
-
-def _to_device(array: np.ndarray[Any, Any]) -> Array:
-    # CuPy's own copy to the device does not know fp8, which travels as bytes.
-    if array.dtype.itemsize == 1 and array.dtype.name.startswith("float8"):
-        return cp.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
-    return cp.asarray(array)
-
-
 def _map(value: Any, change: Callable[[Array], Array]) -> Any:
     if isinstance(value, (cp.ndarray, np.ndarray)):
         return change(value)
