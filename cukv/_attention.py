@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home
+from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home, read_only_reason
 from cukv._check import match, match_dtype, match_rows, match_writable
 from cukv._index import host_scale
 from cukv._plan import Plan
@@ -65,9 +65,13 @@ def check_options(
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
+    like: Array | None = None,
     **scales: Any,
 ) -> dict[str, Any]:
-    """Check the options that shape the logits, and give them as the definitions take them."""
+    """Check the options that shape the logits, and give them as the definitions take them.
+
+    ``sinks`` must be in the home of ``like``.
+    """
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     if not math.isfinite(scale):
         raise ValueError(f"{op}: sm_scale must be finite, got {sm_scale}")
@@ -77,7 +81,8 @@ def check_options(
     if sinks is not None:
         sinks = as_array(op, "sinks", sinks)
         match(op, "sinks", sinks, ("num_qo_heads",), {"num_qo_heads": num_qo_heads})
-        match_dtype(op, "sinks", sinks, *_OUTPUTS, *([_FLOAT64] if home(op, s=sinks) is np else ()))
+        extra = (_FLOAT64,) if home(op, q=like, sinks=sinks) is np else ()
+        match_dtype(op, "sinks", sinks, *_OUTPUTS, *extra)
     return {
         "sm_scale": scale,
         "window_left": check_window(op, window_left),
@@ -163,6 +168,8 @@ def run_on_host(
             dims = tuple(shape)[: 3 if name == "out" else 2]
             match(op, name, array, dims, dict(shape))
             match_dtype(op, name, array, *((*_OUTPUTS, _FLOAT64) if name == "out" else (FLOAT32,)))
+            if (reason := read_only_reason(array)) is not None:
+                raise TypeError(f"{op}: {name} is {reason}")
             match_writable(op, name, array)
             match_rows(op, name, array)
             home(op, q=q, **{name: array})

@@ -63,7 +63,8 @@ def match_rows(op: str, name: str, array: Array) -> None:
         raise ValueError(
             f"{op}: {name} must have a contiguous last axis, got strides {strides} in bytes"
         )
-    if math.gcd(*strides) % size and array.size:
+    pointer = 0 if isinstance(array, np.ndarray) else array.data.ptr
+    if math.gcd(pointer, *strides) % size and array.size:
         raise ValueError(f"{op}: {name} must be aligned to its {size}-byte elements")
 
 

@@ -55,7 +55,9 @@ def as_index(op: str, name: str, x: Any, like: Array | None) -> Array:
     """Give an index array; a Python sequence becomes int32 (int64 if a value needs it)."""
     if not isinstance(x, (list, tuple, range)):
         return as_array(op, name, x)
-    host = np.asarray(x, dtype=np.int64) if len(x) else np.zeros(0, np.int64)
+    host = np.asarray(x) if len(x) else np.zeros(0, np.int64)
+    if host.dtype.kind not in "iu":
+        raise TypeError(f"{op}: {name} must be integers, got {host.dtype.name}")
     if not host.size or np.abs(host).max() <= np.iinfo(np.int32).max:
         host = host.astype(np.int32)
     return to_home(host, like)
@@ -65,9 +67,12 @@ def pack_scale(op: str, name: str, scale: Any, device: int) -> bytes:
     """Pack a scale: a number, or a float32 CuPy array of one element that the kernel reads."""
     if type(scale) is float and scale == 1.0:
         return UNIT_SCALE
+    if not isinstance(scale, (float, int, np.generic, np.ndarray)):
+        if hasattr(scale, "__dlpack_device__"):
+            scale = as_array(op, name, scale)
     if isinstance(scale, cp.ndarray):
         if scale.size != 1 or scale.dtype != FLOAT32:
-            raise ValueError(
+            raise (TypeError if scale.dtype != FLOAT32 else ValueError)(
                 f"{op}: {name} must be float32 [1], got {scale.dtype.name}{list(scale.shape)}"
             )
         if scale.data.device_id != device:

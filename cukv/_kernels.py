@@ -76,9 +76,9 @@ _THREADS = 256
 _WARP = 32
 
 
-def one_per_thread(size: int) -> tuple[int, int]:
+def one_per_thread(size: int, threads: int = _THREADS) -> tuple[int, int]:
     """Grid and CTA for one thread per entry."""
-    return -(-size // _THREADS), _THREADS
+    return -(-size // threads), threads
 
 
 def one_per_warp(size: int) -> tuple[int, int]:

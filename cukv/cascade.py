@@ -356,6 +356,7 @@ class CascadeLevels(Noun):
             op,
             cache.head_dim,
             rows.shape[1],
+            like=rows,
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,

@@ -185,7 +185,7 @@ def _launch(
     team_bits = min(_MAX_TEAM_BITS, (lanes - 1).bit_length())
     num_teams = n * num_heads
     kernel("merge_states", o.data.device_id, FROM=dtype, TO=o.dtype, VEC=vec)(
-        *one_per_thread(num_teams << team_bits),
+        *one_per_thread(num_teams << team_bits, CTA_THREADS),
         out=_pack_states(*out[:2], *out[2], *out[3]),
         first=_pack_states(*first[:2], *first[2], *first[3]),
         rest=_pack_states(*rest[:2], *rest[2], *rest[3]),

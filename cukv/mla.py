@@ -363,6 +363,8 @@ class MLAPagedCache(ArrayNoun):
         match_dtype(op, "q_pe", q_pe, q_nope.dtype)
         home(op, q_nope=q_nope, q_pe=q_pe)
         require_plan(op, plan, key)
+        if sm_scale is None:
+            raise TypeError(f"{op}: sm_scale has no default: it comes from before absorption")
         options = check_options(op, self.head_dim_ckv, q_nope.shape[1], sm_scale=sm_scale)
         if xp is cp:
             raise no_kernel(op)

@@ -76,7 +76,8 @@ class PageTable(Noun):
         """Check the structure once; nothing of it can change afterwards."""
         op = "PageTable"
         given = (self.indptr, self.indices, self.last_page_len)
-        like = next((x for x in given if not isinstance(x, (list, tuple, range))), None)
+        like = next((x for x in given if not isinstance(x, _SEQUENCES)), None)
+        like = None if like is None else as_array(op, "arrays", like)
         indptr, indices, last_page_len = (
             as_index(op, name, x, like)
             for name, x in zip(("indptr", "indices", "last_page_len"), given, strict=True)
@@ -155,7 +156,7 @@ class PageTable(Noun):
             if pages is None:
                 raise ValueError(f"{op}: lens is on the device: give pages or num_pages (capacity)")
             num_pages = len(pages)
-        indices = xp.arange(num_pages, dtype=np.int32) if pages is None else pages[:num_pages]
+        indices = _count(num_pages, lens) if pages is None else pages[:num_pages]
         indptr, last_page_len = page_indptr(lens, size, indices.dtype)
         return cls(indptr, indices, last_page_len, size)
 
@@ -431,6 +432,14 @@ def page_indptr(seq_lens: Array, page_size: int, dtype: np.dtype[Any]) -> tuple[
 
 
 _SEQUENCES = (list, tuple, range)
+
+
+def _count(n: int, like: Array) -> Array:
+    """Give 0, 1, ..., n - 1 as int32, in the home and on the device of ``like``."""
+    if isinstance(like, np.ndarray):
+        return np.arange(n, dtype=np.int32)
+    with like.device:
+        return cp.arange(n, dtype=np.int32)
 
 
 def page_size_of(op: str, page_size: Any) -> int:

@@ -28,7 +28,7 @@ from cukv._check import match, match_dtype
 from cukv._noun import ArrayNoun
 from cukv._pages import PagePair, Pages
 from cukv._plan import Plan
-from cukv.ragged import RaggedTensor, as_rows, check_layout, swap_layout
+from cukv.ragged import RaggedTensor, as_rows, check_layout, require_ragged, swap_layout
 
 if TYPE_CHECKING:
     from cukv.page_table import PageTable
@@ -406,6 +406,7 @@ class PagedKVCache(ArrayNoun):
             op,
             self.head_dim,
             q.shape[1],
+            like=q,
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
@@ -477,6 +478,7 @@ return_lse
             Wrong home, dtype, shape, option or mask, or a plan made for another call.
         """
         op = "PagedKVCache.prefill"
+        require_ragged(op, q=q)
         key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
         require_plan(op, plan, key)
         rows = as_rows(op, "q", q)
@@ -484,6 +486,7 @@ return_lse
             op,
             self.head_dim,
             rows.shape[1],
+            like=rows,
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,

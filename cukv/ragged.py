@@ -157,7 +157,11 @@ class RaggedTensor(ArrayNoun):
     @property
     def lens(self) -> Array:
         """Rows of each request, ``[batch_size]``, computed from the present contents."""
-        return self.indptr[1:] - self.indptr[:-1]
+        indptr = self.indptr
+        if isinstance(indptr, np.ndarray):
+            return indptr[1:] - indptr[:-1]
+        with indptr.device:  # CuPy computes on the current device
+            return indptr[1:] - indptr[:-1]
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -289,6 +293,7 @@ class RaggedTensor(ArrayNoun):
             op,
             self.head_dim,
             self.num_heads,
+            like=self.rows,
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
@@ -323,6 +328,7 @@ class RaggedTensor(ArrayNoun):
         custom_mask: Mask | None,
     ) -> tuple[tuple[tuple[str, Any], ...], Any]:
         """Check queries against keys and values: (what a plan depends on, home)."""
+        require_ragged(op, k=k, **({} if v is None else {"v": v}))
         arrays = {"q": self.data, "k": k.data}
         dims: dict[str, int | None] = {"head_dim": self.head_dim}
         match(op, "k", k.rows, ("kv_nnz", "num_kv_heads", "head_dim"), dims)
@@ -352,6 +358,13 @@ class RaggedTensor(ArrayNoun):
             mask=custom_mask,
         )
         return key, xp
+
+
+def require_ragged(op: str, **arguments: Any) -> None:
+    """Raise unless the arguments are RaggedTensors."""
+    for name, x in arguments.items():
+        if not isinstance(x, RaggedTensor):
+            raise TypeError(f"{op}: {name} must be a RaggedTensor, got {type(x)}")
 
 
 def check_layout(op: str, layout: str) -> None:

@@ -10,6 +10,7 @@
 // Bound by HBM: every row of K and V read once and written once; small batches by latency.
 // Host: cukv/paged.py PagedKVCache.append, cukv/mla.py MLAPagedCache.append
 // Reference: cukv/reference.py append
+#include "common/ptx.cuh"
 #include "common/rows.cuh"
 
 namespace cukv {
@@ -26,7 +27,9 @@ struct AppendParams {
     Scale k_scale;
     Scale v_scale;
     int64_t nnz;
-    int32_t k_ctas;          // the first CTAs move K, the others V
+    int32_t k_ctas;
+    int32_t v_ctas;
+    int32_t evict_first;     // 1: rows and slots leave the L2 first
     float requests_per_row;  // batch_size / nnz
 };
 
@@ -35,14 +38,14 @@ static_assert(sizeof(AppendParams) == PARAMS_BYTES, "host and device disagree on
 // Rows are guessed to be spread evenly over the requests, so that for even batches everything the
 // row needs is read at once; where the guess is wrong a search follows.
 __device__ __forceinline__ Slot slot_from_indptr(const AppendParams& p, int64_t row) {
-    const int64_t last_request = p.table.batch_size - 1;
-    const int guess = static_cast<int>((row + 0.5f) * p.requests_per_row);
-    int64_t request_idx = guess < last_request ? guess : last_request;
+    const int32_t last_request = static_cast<int32_t>(p.table.batch_size) - 1;
+    const int32_t guess = static_cast<int32_t>((row + 0.5f) * p.requests_per_row);
+    int32_t request_idx = min(guess, last_request);
     const int64_t first_row = p.indptr[request_idx];
     int64_t end_row = p.indptr[request_idx + 1];
     Request request = p.table.request(request_idx);
     if (row < first_row || row >= end_row) {
-        request_idx = upper_bound(p.indptr, p.table.batch_size + 1, row) - 1;
+        request_idx = static_cast<int32_t>(upper_bound(p.indptr, p.table.batch_size + 1, row)) - 1;
         if (request_idx < 0 || request_idx > last_request) {
             return {-1, 0};
         }
@@ -65,6 +68,9 @@ __device__ __forceinline__ Slot find_slot(const AppendParams& p, int64_t row) {
     return p.table.slot(request, explicit_rows ? p.positions[row] : p.table.kv_len(request) - 1);
 }
 
+constexpr int APPEND_THREADS = MOVE_THREADS + WARP_SIZE;  // the last warp finds slots
+constexpr int SLOTS_FOUND = 1;                            // barrier: all slots are in smem
+
 template <typename FROM, typename TO, int VEC>
 __device__ __forceinline__ void append_array(
     const AppendParams& p,
@@ -74,17 +80,17 @@ __device__ __forceinline__ void append_array(
     int64_t cta_idx,
     int64_t* slots) {
     const RowRange range(p.nnz, rows, cta_idx);
+    if (threadIdx.x >= MOVE_THREADS) {
+        for (int i = threadIdx.x - MOVE_THREADS; i < range.num; i += WARP_SIZE) {
+            slots[i] = cache.offset(find_slot(p, range.first + i));
+        }
+        bar_sync<SLOTS_FOUND>(APPEND_THREADS);
+        return;
+    }
     const auto load = [&](const Place& place) {
         const char* row = rows.base + (range.first + place.local_row) * rows.row_stride;
-        return load_once<FROM, VEC>(row + place.offset<FROM, VEC>(rows.head_stride));
-    };
-    const auto find_slots = [&] {
-        if (threadIdx.x >= MOVE_THREADS) {
-            for (int i = threadIdx.x - MOVE_THREADS; i < range.num; i += WARP_SIZE) {
-                slots[i] = cache.offset(find_slot(p, range.first + i));
-            }
-        }
-        __syncthreads();  // all slots are in smem
+        const char* from = row + place.offset<FROM, VEC>(rows.head_stride);
+        return p.evict_first ? load_vec_evict_first<FROM, VEC>(from) : load_vec<FROM, VEC>(from);
     };
     const auto store = [&](const Place& place, const Vec<FROM, VEC>& x) {
         const int64_t slot = slots[place.local_row];
@@ -92,26 +98,35 @@ __device__ __forceinline__ void append_array(
             return;
         }
         char* to = cache.base + slot + place.offset<TO, VEC>(cache.head_stride);
+        Vec<TO, VEC> y;
         if constexpr (is_fp8<TO>) {
             const float by = scale.get();
-            store_once(to, convert<FROM, TO, VEC>(x, [=](float value) { return value / by; }));
+            y = convert<FROM, TO, VEC>(x, [=](float value) { return value / by; });
         } else {  // the host refuses a scale: only fp8 pages hold scaled values
-            store_once(to, convert<FROM, TO, VEC>(x, [](float value) { return value; }));
+            y = convert<FROM, TO, VEC>(x, [](float value) { return value; });
+        }
+        if (p.evict_first) {
+            store_vec_evict_first(to, y);
+        } else {
+            store_vec(to, y);
         }
     };
-    move_rows<Vec<FROM, VEC>>(rows, range.num, load, find_slots, store);
+    move_rows<Vec<FROM, VEC>>(
+        rows, range.num, load, [] { bar_sync<SLOTS_FOUND>(APPEND_THREADS); }, store);
 }
-
-constexpr int APPEND_THREADS = MOVE_THREADS + WARP_SIZE;
 
 template <typename FROM, typename K_TO, typename V_TO, int VEC>
 __global__ void __launch_bounds__(APPEND_THREADS) append(const __grid_constant__ AppendParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
-    const int64_t cta_idx = blockIdx.x;
-    if (cta_idx < p.k_ctas) {
-        append_array<FROM, K_TO, VEC>(p, p.k, p.k_cache, p.k_scale, cta_idx, slots);
+    // CTAs of K and V alternate, so that both halves of a page are written close in time.
+    const int32_t cta_idx = blockIdx.x, pairs = min(p.k_ctas, p.v_ctas);
+    const bool paired = cta_idx < 2 * pairs;
+    const bool of_k = paired ? cta_idx % 2 == 0 : p.k_ctas > p.v_ctas;
+    const int32_t array_cta_idx = paired ? cta_idx / 2 : cta_idx - pairs;
+    if (of_k) {
+        append_array<FROM, K_TO, VEC>(p, p.k, p.k_cache, p.k_scale, array_cta_idx, slots);
     } else {
-        append_array<FROM, V_TO, VEC>(p, p.v, p.v_cache, p.v_scale, cta_idx - p.k_ctas, slots);
+        append_array<FROM, V_TO, VEC>(p, p.v, p.v_cache, p.v_scale, array_cta_idx, slots);
     }
 }
 

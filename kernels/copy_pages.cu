@@ -52,11 +52,11 @@ __global__ void __launch_bounds__(MOVE_THREADS)
     const auto load = [&](const Place& place) {
         const bool nothing = slots[place.local_row] == NO_SLOT;
         const char* from = p.to_scratch ? in_cache(place) : in_scratch(place);
-        return nothing ? Bytes{} : load_once<uint8_t, BYTES>(from);
+        return nothing ? Bytes{} : load_vec<uint8_t, BYTES>(from);
     };
     const auto store = [&](const Place& place, const Bytes& x) {
         if (slots[place.local_row] != NO_SLOT) {
-            store_once(p.to_scratch ? in_scratch(place) : in_cache(place), x);
+            store_vec(p.to_scratch ? in_scratch(place) : in_cache(place), x);
         }
     };
     move_rows<Bytes>(p.scratch, range.num, load, [] {}, store);

@@ -51,14 +51,14 @@ __global__ void __launch_bounds__(MOVE_THREADS) gather(const __grid_constant__ G
             return Vec<FROM, VEC>{};
         }
         const int64_t offset = slot + place.offset<FROM, VEC>(p.cache.head_stride);
-        return load_once<FROM, VEC>(p.cache.base + offset);
+        return load_vec<FROM, VEC>(p.cache.base + offset);
     };
     const auto store = [&](const Place& place, const Vec<FROM, VEC>& x) {
         if (slots[place.local_row] == PADDING) {
             return;
         }
         char* row = p.rows.base + (range.first + place.local_row) * p.rows.row_stride;
-        store_once(
+        store_vec(
             row + place.offset<TO, VEC>(p.rows.head_stride),
             convert<FROM, TO, VEC>(x, [=](float value) { return value * scale; }));
     };

@@ -185,7 +185,7 @@ __device__ __forceinline__ State<VEC> merge(
             lse[i] = __ldcs(reinterpret_cast<const float*>(at.lse));
 #pragma unroll
             for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
-                x[i][vec] = load_once<FROM, VEC>(at.o + offsets[vec]);
+                x[i][vec] = load_vec_read_only<FROM, VEC>(at.o + offsets[vec]);
             }
             at.next(p, base + i);
         }
@@ -206,7 +206,7 @@ __device__ __forceinline__ State<VEC> merge(
 }
 
 template <typename FROM, typename TO, int VEC>
-__global__ void __launch_bounds__(256, 2)
+__global__ void __launch_bounds__(128, 5)
     merge_states(const __grid_constant__ MergeStatesParams p) {
     // 1 which row and head; a team past the last merges that one again, and stores nothing
     const int32_t team_lanes = 1 << p.team_bits;

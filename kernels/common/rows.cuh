@@ -9,13 +9,8 @@
 
 namespace cukv {
 
-constexpr int MOVE_THREADS = 256;      // of a CTA; threads beyond it move nothing
+constexpr int MOVE_THREADS = 256;      // of a CTA: those that move rows
 constexpr int MAX_ROWS_PER_CTA = 256;  // one thread finds the place of one row
-
-// More loads in flight per thread are slower, not faster: with 1 or 2 the SMs walk through memory
-// close together, with 8 they spread over more DRAM pages than stay open (134 against 138 us for
-// 64 K rows of 4 KB on an H200, and 128 against 134 where the pages are in order).
-constexpr int VECS_IN_FLIGHT = 2;
 
 // Packed rows [nnz, num_heads, head_dim]: what append reads and gather writes. Where the heads of
 // rows and pages are both contiguous, the host passes one head of all their elements.
@@ -59,35 +54,31 @@ struct Place {
     }
 };
 
-// Moves the CTA's rows: value = load(place), then store(place, value). `between` runs once in
-// every thread, while its first loads are on their way; it may synchronise the CTA.
+// Moves the CTA's rows: value = load(place), then store(place, value), with the next load on its
+// way before a store. `between` runs once in every thread after its first load was issued.
+//
+// More loads in flight per thread are slower, not faster: they spread the SMs over more DRAM pages
+// than stay open (64 K rows of 4 KB on an H200: 134 us with 1 ahead, 138 with 8).
 template <typename Value, typename Load, typename Between, typename Store>
 __device__ __forceinline__ void move_rows(
     const Rows& rows, int num_rows, Load load, Between between, Store store) {
     const uint32_t num_vecs = num_rows * rows.columns.divisor;
-    uint32_t vec_idx = threadIdx.x < MOVE_THREADS ? threadIdx.x : num_vecs;
-    bool first = true;
+    uint32_t vec_idx = threadIdx.x;
+    Value now, next;
+    if (vec_idx < num_vecs) {
+        now = load(Place(rows, vec_idx));
+    }
+    between();
 #pragma unroll 1
-    do {
-        Value rmem[VECS_IN_FLIGHT];
-#pragma unroll
-        for (int i = 0; i < VECS_IN_FLIGHT; ++i) {
-            if (vec_idx + i * MOVE_THREADS < num_vecs) {
-                rmem[i] = load(Place(rows, vec_idx + i * MOVE_THREADS));
-            }
+    while (vec_idx < num_vecs) {
+        const uint32_t next_idx = vec_idx + MOVE_THREADS;
+        if (next_idx < num_vecs) {
+            next = load(Place(rows, next_idx));
         }
-        if (first) {
-            between();
-            first = false;
-        }
-#pragma unroll
-        for (int i = 0; i < VECS_IN_FLIGHT; ++i) {
-            if (vec_idx + i * MOVE_THREADS < num_vecs) {
-                store(Place(rows, vec_idx + i * MOVE_THREADS), rmem[i]);
-            }
-        }
-        vec_idx += VECS_IN_FLIGHT * MOVE_THREADS;
-    } while (vec_idx < num_vecs);
+        store(Place(rows, vec_idx), now);
+        now = next;
+        vec_idx = next_idx;
+    }
 }
 
 // Converts with `scale` applied to the float that each element passes through; equal types are

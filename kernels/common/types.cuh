@@ -66,15 +66,32 @@ struct Vec {
     }
 };
 
-// Reads and writes of data that is touched once: first out of the L2.
 template <typename DType, int SIZE>
-__device__ __forceinline__ Vec<DType, SIZE> load_once(const char* from) {
+__device__ __forceinline__ Vec<DType, SIZE> load_vec(const char* from) {
+    return {*reinterpret_cast<const typename Vec<DType, SIZE>::Raw*>(from)};
+}
+
+template <typename DType, int SIZE>
+__device__ __forceinline__ void store_vec(char* to, const Vec<DType, SIZE>& x) {
+    *reinterpret_cast<typename Vec<DType, SIZE>::Raw*>(to) = x.raw;
+}
+
+// The same for data that should leave the L2 first.
+template <typename DType, int SIZE>
+__device__ __forceinline__ Vec<DType, SIZE> load_vec_evict_first(const char* from) {
     return {__ldcs(reinterpret_cast<const typename Vec<DType, SIZE>::Raw*>(from))};
 }
 
 template <typename DType, int SIZE>
-__device__ __forceinline__ void store_once(char* to, const Vec<DType, SIZE>& x) {
+__device__ __forceinline__ void store_vec_evict_first(char* to, const Vec<DType, SIZE>& x) {
     __stcs(reinterpret_cast<typename Vec<DType, SIZE>::Raw*>(to), x.raw);
+}
+
+// Loads through the read-only path: for data that no other thread writes during the launch, and
+// this one only after it has read it.
+template <typename DType, int SIZE>
+__device__ __forceinline__ Vec<DType, SIZE> load_vec_read_only(const char* from) {
+    return {__ldg(reinterpret_cast<const typename Vec<DType, SIZE>::Raw*>(from))};
 }
 
 // Division by a number that the host knows, exact for n below 2^31.
