@@ -219,6 +219,11 @@ def home(op: str, /, **arrays: Array | None) -> Any:
     return np if kind else cp
 
 
+def device_of(array: Array) -> int:
+    """Give the number of an array's device; -1 for NumPy arrays."""
+    return array.data.device_id if type(array) is cp.ndarray else -1
+
+
 def alignment(*strides_and_pointers: int) -> int:
     """Largest power of two up to 16 that divides every byte stride and pointer."""
     return math.gcd(16, *strides_and_pointers)

@@ -15,16 +15,16 @@ def match(
 ) -> None:
     """Bind each dimension name of ``pattern`` to the array's size, or raise.
 
-    A name bound before must have the same size again. A name that ends in ``+`` may be larger:
-    it is padding that the call does not read.
+    A name bound before must have the same size again.
     """
     shape = array.shape
     if len(shape) == len(pattern):
         for dim, size in zip(pattern, shape, strict=True):
-            bound = dims.setdefault(dim, size)
-            if bound != size:
+            bound = dims.get(dim)
+            if bound is not None and bound != size:
                 break
         else:
+            dims.update(zip(pattern, shape, strict=True))
             return
     want = ", ".join(dim if (size := dims.get(dim)) is None else f"{dim}={size}" for dim in pattern)
     raise ValueError(f"{op}: {name} must be [{want}], got {list(shape)}")

@@ -67,9 +67,8 @@ def pack_scale(op: str, name: str, scale: Any, device: int) -> bytes:
     """Pack a scale: a number, or a float32 CuPy array of one element that the kernel reads."""
     if type(scale) is float and scale == 1.0:
         return UNIT_SCALE
-    if not isinstance(scale, (float, int, np.generic, np.ndarray)):
-        if hasattr(scale, "__dlpack_device__"):
-            scale = as_array(op, name, scale)
+    if hasattr(scale, "__dlpack_device__") and not isinstance(scale, np.ndarray):
+        scale = as_array(op, name, scale)
     if isinstance(scale, cp.ndarray):
         if scale.size != 1 or scale.dtype != FLOAT32:
             raise (TypeError if scale.dtype != FLOAT32 else ValueError)(

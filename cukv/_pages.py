@@ -12,7 +12,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import DTYPES, FP8, Array, alignment, as_dtype, empty, home
+from cukv._arrays import DTYPES, FP8, Array, alignment, as_dtype, device_of, empty, home
 from cukv._check import check_indptr, match, match_dtype, match_index, match_rows, match_writable
 from cukv._check import values as host_values
 from cukv._index import (
@@ -37,11 +37,11 @@ _pack_rows = packer("Rows")
 
 _BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 
-# How rows are dealt to CTAs. The first two are written in kernels/common/rows.cuh, the third in
-# kernels/append.cu too.
-MOVE_THREADS = 256
-MAX_ROWS_PER_CTA = 256
-APPEND_THREADS = MOVE_THREADS + 32
+# How rows are dealt to CTAs. Threads that move rows, and in append a warp that finds their slots.
+_MOVE_THREADS = 256
+_FEW_MOVE_THREADS = 128  # for few rows, whose time is the latency of one CTA
+_SLOT_THREADS = 32
+_MAX_ROWS_PER_CTA = 256  # kernels/common/rows.cuh
 _CTAS_PER_SM = 7
 _VECS_PER_THREAD = 3  # 2 pay too little for finding slots, 4 walk too far apart: 138, 134, 135 us
 
@@ -103,23 +103,26 @@ class _Fit(NamedTuple):
 class _Deal:
     """How rows of one signature are dealt to CTAs, as vectors of ``vec`` elements."""
 
-    __slots__ = ("_columns", "_most", "_packed", "_strides")
+    __slots__ = ("_divisors", "_most", "_strides", "columns")
 
     def __init__(self, rows: Array, fit: _Fit, vec: int) -> None:
         self._strides = rows.strides[:2]
         columns_per_head = fit.head_dim // vec
-        self._columns = fit.num_heads * columns_per_head
-        most = _VECS_PER_THREAD * MOVE_THREADS // max(1, self._columns)  # a head_dim may be 0
-        self._most = max(1, min(MAX_ROWS_PER_CTA, most))
-        self._packed = pack_divisor(self._columns), pack_divisor(columns_per_head)
+        self.columns = fit.num_heads * columns_per_head  # vectors of a row
+        most = _VECS_PER_THREAD * _MOVE_THREADS // max(self.columns, 1)
+        self._most = max(1, min(_MAX_ROWS_PER_CTA, most))
+        self._divisors = pack_divisor(self.columns), pack_divisor(columns_per_head)
 
-    def pack(self, pointer: int, nnz: int, device: int) -> tuple[bytes, int]:
-        """Give rows at an address as kernels take them, and the CTAs that move them."""
-        share = -(-nnz // (num_sms(device) * _CTAS_PER_SM))  # rows, were all CTAs resident
-        full = -(-MOVE_THREADS // self._columns)  # rows that fill a CTA
-        rows = min(max(share, full), self._most) if self._columns else 1
-        packed = _pack_rows(pointer, *self._strides, *self._packed, rows, 0)
-        return packed, -(-nnz // rows) if self._columns else 0
+    def pack(self, pointer: int, nnz: int, ctas: int, threads: int) -> tuple[bytes, int]:
+        """Give rows at an address as kernels take them, and how many CTAs move them.
+
+        Each CTA has work for its threads at least, and an equal share of ``ctas`` CTAs at most
+        until shares are large enough.
+        """
+        if not self.columns:
+            return _pack_rows(pointer, *self._strides, *self._divisors, 1, 0), 0
+        rows = min(max(-(-nnz // ctas), -(-threads // self.columns)), self._most)
+        return _pack_rows(pointer, *self._strides, *self._divisors, rows, 0), -(-nnz // rows)
 
 
 class _AppendMove:
@@ -144,15 +147,36 @@ class _AppendMove:
             self._device, vec = k_cache.device, vector_size(*self._dtypes.values())
             self._vec = vec if all(fit.takes(vec) for fit in fits) else 1
             self._deals = {n: (_Deal(k, fits[0], n), _Deal(v, fits[1], n)) for n in {1, self._vec}}
+            self._kernels: dict[int, Kernel] = {}
+            self._ctas = num_sms(self._device) * _CTAS_PER_SM
 
-    def choose(self, k_pointer: int, v_pointer: int) -> tuple[Kernel, _Deal, _Deal]:
-        """Give the kernel for rows at these addresses, and how it deals K and V."""
+    def launch(self, k_pointer: int, v_pointer: int, nnz: int, **params: Any) -> None:
+        """Launch for rows at these addresses."""
         vec, pointers = self._vec, k_pointer | v_pointer
         if pointers % 16:
             vec, size = 1, self._dtypes["FROM"].itemsize
             if pointers % size:
                 raise ValueError(f"{self._op}: rows must be aligned to their {size}-byte elements")
-        return kernel("append", self._device, **self._dtypes, VEC=vec), *self._deals[vec]
+        append = self._kernels.get(vec)
+        if append is None:
+            append = self._kernels[vec] = kernel("append", self._device, **self._dtypes, VEC=vec)
+        k_deal, v_deal = self._deals[vec]
+        # Few rows are all on their way at once, and then gain from leaving the L2 first.
+        few = nnz * (k_deal.columns + v_deal.columns) <= self._ctas * _FEW_MOVE_THREADS
+        threads = _FEW_MOVE_THREADS if few else _MOVE_THREADS
+        k_rows, k_ctas = k_deal.pack(k_pointer, nnz, self._ctas, threads)
+        v_rows, v_ctas = v_deal.pack(v_pointer, nnz, self._ctas, threads)
+        append(
+            k_ctas + v_ctas,
+            threads + _SLOT_THREADS,
+            k=k_rows,
+            v=v_rows,
+            k_ctas=k_ctas,
+            v_ctas=v_ctas,
+            nnz=nnz,
+            evict_first=few,
+            **params,
+        )
 
 
 class PagePair:
@@ -213,28 +237,18 @@ class PagePair:
         if nnz == 0 or batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]:
             return
 
-        k_pointer, v_pointer = k.data.ptr, v.data.ptr
-        launch, k_deal, v_deal = move.choose(k_pointer, v_pointer)
-        k_rows, k_ctas = k_deal.pack(k_pointer, nnz, self.first.device)
-        v_rows, v_ctas = v_deal.pack(v_pointer, nnz, self.first.device)
-        launch(
-            k_ctas + v_ctas,
-            APPEND_THREADS,
+        move.launch(
+            k.data.ptr,
+            v.data.ptr,
+            nnz,
             table=table.packed,
             k_cache=self.first.packed,
             v_cache=self.second.packed,
-            k=k_rows,
-            v=v_rows,
             indptr=rows,
             batch_indices=batch,
             positions=token,
             k_scale=k_factor,
             v_scale=v_factor,
-            nnz=nnz,
-            k_ctas=k_ctas,
-            v_ctas=v_ctas,
-            # 256 rows: 2.7 us with it, 2.9 without; 64 K rows: 137 and 134.
-            evict_first=k_ctas + v_ctas <= num_sms(self.first.device) * _CTAS_PER_SM,
             requests_per_row=batch_size / nnz,
         )
 
@@ -244,12 +258,10 @@ class PagePair:
             self.check_table(op, table)
             dims = {"nnz": k.shape[0]} if k.ndim else {}
             match(op, self.second.name, v, ("nnz", "num_heads", "head_dim"), dims)
-        home(
-            op,
-            cache=self.first.array,
-            table=table.indptr,
-            **{self.first.name: k, self.second.name: v},
-        )
+        device = self.first.device
+        if not (device == table.device == device_of(k) == device_of(v)):
+            names = {self.first.name: k, self.second.name: v}
+            home(op, cache=self.first.array, table=table.indptr, **names)
         # Strides of an axis count where it is longer than 1, so none, one and many rows differ.
         num_rows = k.shape[:1] and min(k.shape[0], 2)
         signature = (num_rows, k.dtype, k.strides, k.shape[1:], v.dtype, v.strides, v.shape[1:])
@@ -427,10 +439,12 @@ def _gather_array(
     fit, vec = _Fit.of(rows, pages), vector_size(cache.dtype, dtype)
     if rows.data.ptr % 16 or not fit.takes(vec):
         vec = 1
-    packed_rows, ctas = _Deal(rows, fit, vec).pack(rows.data.ptr, nnz, pages.device)
+    packed_rows, ctas = _Deal(rows, fit, vec).pack(
+        rows.data.ptr, nnz, num_sms(pages.device) * _CTAS_PER_SM, _MOVE_THREADS
+    )
     kernel("gather", pages.device, FROM=cache.dtype, TO=dtype, VEC=vec)(
         ctas,
-        MOVE_THREADS,
+        _MOVE_THREADS,
         table=table.packed,
         token_indptr=pack_index(token_indptr),
         cache=pages.packed,
@@ -458,12 +472,14 @@ def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> Array:
     fit = _Fit.of(scratch, as_bytes)
     unit = alignment(pages.alignment, fit.head_dim, *_outer_strides(scratch))
     size = next(n for n in (16, 4, 2, 1) if unit % n == 0)
-    packed, ctas = _Deal(scratch, fit, size).pack(scratch.data.ptr, rows, pages.device)
+    packed, ctas = _Deal(scratch, fit, size).pack(
+        scratch.data.ptr, rows, num_sms(pages.device) * _CTAS_PER_SM, _MOVE_THREADS
+    )
     launch = kernel("copy_pages", pages.device, BYTES=size)
     for to_scratch in (1, 0):
         launch(
             ctas,
-            MOVE_THREADS,
+            _MOVE_THREADS,
             cache=pages.packed,
             scratch=packed,
             src=pack_index(src),

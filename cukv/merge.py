@@ -14,6 +14,7 @@ from cukv._kernels import STATE_DTYPES, kernel, one_per_thread, struct_layout, v
 
 _FLOAT64 = np.dtype(np.float64)
 _VECS_PER_LANE = 2  # what a team covers at a time, see kernels/merge_states.cu
+_CTA_THREADS = 128  # the __launch_bounds__ there
 _MAX_TEAM_BITS = 5  # a team is a warp at most
 _pack_states = struct.Struct(struct_layout("States", "merge_states").format).pack
 
@@ -185,7 +186,7 @@ def _launch(
     team_bits = min(_MAX_TEAM_BITS, (lanes - 1).bit_length())
     num_teams = n * num_heads
     kernel("merge_states", o.data.device_id, FROM=dtype, TO=o.dtype, VEC=vec)(
-        *one_per_thread(num_teams << team_bits, CTA_THREADS),
+        *one_per_thread(num_teams << team_bits, _CTA_THREADS),
         out=_pack_states(*out[:2], *out[2], *out[3]),
         first=_pack_states(*first[:2], *first[2], *first[3]),
         rest=_pack_states(*rest[:2], *rest[2], *rest[3]),

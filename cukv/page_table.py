@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import INDEX_DTYPES, Array, as_array, empty, home
+from cukv._arrays import INDEX_DTYPES, Array, as_array, device_of, empty, home
 from cukv._check import check_indptr, match_index, values
 from cukv._index import as_index, pack_divisor, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_thread, one_per_warp, packer
@@ -69,8 +69,8 @@ class PageTable(Noun):
     page_size: int
 
     batch_size: ClassVar[int]  # requests; set by each instance
-    device: ClassVar[int]  # on a GPU: its number,
-    packed: ClassVar[bytes]  # and the table as kernels/common/paged.cuh's PageTable
+    device: ClassVar[int]  # -1 in NumPy
+    packed: ClassVar[bytes]  # on a GPU: the table as kernels/common/paged.cuh's PageTable
 
     def __post_init__(self) -> None:
         """Check the structure once; nothing of it can change afterwards."""
@@ -90,11 +90,10 @@ class PageTable(Noun):
         match_index(op, "last_page_len", last_page_len, len(indptr) - 1)
         size = page_size_of(op, self.page_size)
         self._set(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=size)
-        self._set(batch_size=len(indptr) - 1)
+        self._set(batch_size=len(indptr) - 1, device=device_of(indptr))
         if xp is cp:
             index = (pack_index(indptr), pack_index(indices), pack_index(last_page_len))
             self._set(
-                device=indptr.data.device_id,
                 packed=_pack_table(*index, len(indptr) - 1, size, pack_divisor(size)),
             )
 

@@ -380,4 +380,6 @@ def swap_layout(array: Array) -> Array:
 
 def as_rows(op: str, name: str, x: Array | RaggedTensor) -> Array:
     """Give rows in NHD order: a RaggedTensor's as its layout says, an array as it is."""
+    if type(x) is cp.ndarray:
+        return x
     return x.rows if isinstance(x, RaggedTensor) else as_array(op, name, x)

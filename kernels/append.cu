@@ -39,7 +39,8 @@ static_assert(sizeof(AppendParams) == PARAMS_BYTES, "host and device disagree on
 // row needs is read at once; where the guess is wrong a search follows.
 __device__ __forceinline__ Slot slot_from_indptr(const AppendParams& p, int64_t row) {
     const int32_t last_request = static_cast<int32_t>(p.table.batch_size) - 1;
-    const int32_t guess = static_cast<int32_t>((row + 0.5f) * p.requests_per_row);
+    const int32_t guess =
+        static_cast<int32_t>((static_cast<int32_t>(row) + 0.5f) * p.requests_per_row);
     int32_t request_idx = min(guess, last_request);
     const int64_t first_row = p.indptr[request_idx];
     int64_t end_row = p.indptr[request_idx + 1];
@@ -68,8 +69,7 @@ __device__ __forceinline__ Slot find_slot(const AppendParams& p, int64_t row) {
     return p.table.slot(request, explicit_rows ? p.positions[row] : p.table.kv_len(request) - 1);
 }
 
-constexpr int APPEND_THREADS = MOVE_THREADS + WARP_SIZE;  // the last warp finds slots
-constexpr int SLOTS_FOUND = 1;                            // barrier: all slots are in smem
+constexpr int SLOTS_FOUND = 1;  // barrier: all slots are in smem
 
 template <typename FROM, typename TO, int VEC>
 __device__ __forceinline__ void append_array(
@@ -80,11 +80,12 @@ __device__ __forceinline__ void append_array(
     int64_t cta_idx,
     int64_t* slots) {
     const RowRange range(p.nnz, rows, cta_idx);
-    if (threadIdx.x >= MOVE_THREADS) {
-        for (int i = threadIdx.x - MOVE_THREADS; i < range.num; i += WARP_SIZE) {
+    const int move_threads = blockDim.x - WARP_SIZE;  // the last warp finds slots
+    if (threadIdx.x >= move_threads) {
+        for (int i = threadIdx.x - move_threads; i < range.num; i += WARP_SIZE) {
             slots[i] = cache.offset(find_slot(p, range.first + i));
         }
-        bar_sync<SLOTS_FOUND>(APPEND_THREADS);
+        bar_sync<SLOTS_FOUND>(blockDim.x);
         return;
     }
     const auto load = [&](const Place& place) {
@@ -112,11 +113,17 @@ __device__ __forceinline__ void append_array(
         }
     };
     move_rows<Vec<FROM, VEC>>(
-        rows, range.num, load, [] { bar_sync<SLOTS_FOUND>(APPEND_THREADS); }, store);
+        rows, range.num, move_threads, load, [] { bar_sync<SLOTS_FOUND>(blockDim.x); }, store);
 }
 
+// CTAs per SM that registers must allow. For copies 0, the compiler's choice, is 32 registers, which
+// is 7 CTAs; asked for 7 it spills, and so it does for conversions unless asked for fewer.
+template <typename FROM, typename K_TO, typename V_TO>
+constexpr int MIN_CTAS = is_same<FROM, K_TO> && is_same<FROM, V_TO> ? 0 : 5;
+
 template <typename FROM, typename K_TO, typename V_TO, int VEC>
-__global__ void __launch_bounds__(APPEND_THREADS) append(const __grid_constant__ AppendParams p) {
+__global__ void __launch_bounds__(256 + WARP_SIZE, (MIN_CTAS<FROM, K_TO, V_TO>))
+    append(const __grid_constant__ AppendParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
     // CTAs of K and V alternate, so that both halves of a page are written close in time.
     const int32_t cta_idx = blockIdx.x, pairs = min(p.k_ctas, p.v_ctas);

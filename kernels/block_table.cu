@@ -3,7 +3,7 @@
 //   table[b, i] = indices[indptr[b] + i]  for i < pages[b],  -1 beyond
 //
 // One thread per entry of the table. Bound by HBM: the table once, the indices once.
-// Host: cukv/paged.py PageTable.block_table       Reference: cukv/reference.py block_table
+// Host: cukv/page_table.py PageTable.block_table       Reference: cukv/reference.py block_table
 #include "common/paged.cuh"
 
 namespace cukv {

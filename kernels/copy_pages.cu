@@ -25,17 +25,16 @@ static_assert(
     sizeof(CopyPagesParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 template <int BYTES>
-__global__ void __launch_bounds__(MOVE_THREADS)
-    copy_pages(const __grid_constant__ CopyPagesParams p) {
+__global__ void __launch_bounds__(256) copy_pages(const __grid_constant__ CopyPagesParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
     // 1 which token rows of which pages
     const RowRange range(p.src.size * p.page_size, p.scratch, blockIdx.x);
-    if (threadIdx.x < range.num) {
-        const int64_t row = range.first + threadIdx.x;
+    for (int i = threadIdx.x; i < range.num; i += blockDim.x) {
+        const int64_t row = range.first + i;
         const int64_t pair = row / p.page_size, entry = row - pair * p.page_size;
         const int64_t src = p.src[pair], dst = p.dst[pair];
         const bool valid = p.cache.has(src) && p.cache.has(dst);
-        slots[threadIdx.x] = p.cache.offset({valid ? (p.to_scratch ? src : dst) : -1, entry});
+        slots[i] = p.cache.offset({valid ? (p.to_scratch ? src : dst) : -1, entry});
     }
     __syncthreads();  // all slots are in smem
 
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(MOVE_THREADS)
             store_vec(p.to_scratch ? in_scratch(place) : in_cache(place), x);
         }
     };
-    move_rows<Bytes>(p.scratch, range.num, load, [] {}, store);
+    move_rows<Bytes>(p.scratch, range.num, blockDim.x, load, [] {}, store);
 }
 
 }  // namespace cukv

@@ -34,12 +34,12 @@ __device__ __forceinline__ int64_t find_slot(const GatherParams& p, int64_t row)
 }
 
 template <typename FROM, typename TO, int VEC>
-__global__ void __launch_bounds__(MOVE_THREADS) gather(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(256) gather(const __grid_constant__ GatherParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
     // 1 which rows, and where they live
     const RowRange range(p.nnz, p.rows, blockIdx.x);
-    if (threadIdx.x < range.num) {
-        slots[threadIdx.x] = find_slot(p, range.first + threadIdx.x);
+    for (int i = threadIdx.x; i < range.num; i += blockDim.x) {
+        slots[i] = find_slot(p, range.first + i);
     }
     __syncthreads();  // all slots are in smem
 
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(MOVE_THREADS) gather(const __grid_constant__ G
             row + place.offset<TO, VEC>(p.rows.head_stride),
             convert<FROM, TO, VEC>(x, [=](float value) { return value * scale; }));
     };
-    move_rows<Vec<FROM, VEC>>(p.rows, range.num, load, [] {}, store);
+    move_rows<Vec<FROM, VEC>>(p.rows, range.num, blockDim.x, load, [] {}, store);
 }
 
 }  // namespace cukv

@@ -5,7 +5,7 @@
 //   last_page_len[b] = seq_lens[b] > 0 ? (seq_lens[b] - 1) % page_size + 1 : 0
 //
 // One CTA, neighbouring threads on neighbouring requests. Bound by latency.
-// Host: cukv/paged.py PageTable.from_seq_lens       Reference: cukv/reference.py page_indptr
+// Host: cukv/page_table.py PageTable.from_seq_lens       Reference: cukv/reference.py page_indptr
 #include "common/scan.cuh"
 
 namespace cukv {

@@ -4,7 +4,7 @@
 //   seq_lens[b] = pages[b] > 0 ? (pages[b] - 1) * page_size + last_page_len[b] : 0
 //
 // One thread per request. Bound by launch.
-// Host: cukv/paged.py PageTable.seq_lens       Reference: cukv/reference.py seq_lens
+// Host: cukv/page_table.py PageTable.seq_lens       Reference: cukv/reference.py seq_lens
 #include "common/paged.cuh"
 
 namespace cukv {

@@ -4,7 +4,7 @@
 //   slot[i] = page * page_size + positions[i] % page_size,    -1 where the pair names no slot
 //
 // One thread per pair. Bound by launch.
-// Host: cukv/paged.py PageTable.slot_mapping       Reference: cukv/reference.py slot_mapping
+// Host: cukv/page_table.py PageTable.slot_mapping       Reference: cukv/reference.py slot_mapping
 #include "common/paged.cuh"
 
 namespace cukv {

@@ -4,7 +4,7 @@
 //
 // One CTA, neighbouring threads on neighbouring requests. Bound by latency: a round of 1024
 // requests is one load and one scan.
-// Host: cukv/paged.py PageTable.token_indptr       Reference: cukv/reference.py token_indptr
+// Host: cukv/page_table.py PageTable.token_indptr       Reference: cukv/reference.py token_indptr
 #include "common/paged.cuh"
 #include "common/scan.cuh"
 

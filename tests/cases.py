@@ -12,7 +12,9 @@ pages. A test makes the arrays on the host and the nouns in the home it is about
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cupy as cp
 import numpy as np
+from brute import slot
 
 import cukv
 from cukv._arrays import as_dtype
@@ -21,6 +23,23 @@ from cukv._arrays import as_dtype
 def random_rows(rng, shape, dtype):
     """Draw normal values, rounded to a dtype or its name."""
     return rng.standard_normal(shape, np.float32).astype(as_dtype("cases", "dtype", dtype))
+
+
+def on(xp, array):
+    """Copy a NumPy array to a home, fp8 as the bytes it is; NumPy's own stays itself."""
+    if xp is np:
+        return array
+    if array.dtype.name.startswith("float8"):
+        return cp.asarray(array.view(np.uint8)).view(array.dtype)
+    return cp.asarray(array)
+
+
+def fake_cupy(shape, dtype="float16", device=0):
+    """Make a CuPy array over memory that is not there: for checks, which read none."""
+    dtype = np.dtype(dtype) if dtype in ("int32", "int64") else as_dtype("cases", "dtype", dtype)
+    size = max(int(np.prod(shape)) * dtype.itemsize, 1)
+    memory = cp.cuda.UnownedMemory(1 << 20, size, None, device_id=device)
+    return cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
 
 
 def indptr_of(lens, dtype="int32"):
@@ -42,6 +61,16 @@ class PagedArrays(NamedTuple):
     last_page_len: Any
     k: Any  # [nnz, heads, dim] the owned rows in order of request and position; ckv of MLA
     v: Any  # [nnz, heads, dim_vo] likewise; kpe of MLA
+
+
+class Rows(NamedTuple):
+    """Where appended rows go."""
+
+    arguments: dict[str, Any]  # of append, on the host
+    at: list[tuple[int, int] | None]  # request and position of each row; None: it is skipped
+
+
+WAYS = ("indptr", "positions", "last")
 
 
 @dataclass(frozen=True)
@@ -83,6 +112,35 @@ class _Pages:
         indices = np.array([*owned, huge, -1, huge, -1, huge], index_dtype)
         last = np.array(self.last_page_len, index_dtype)
         return indptr_of(self.pages, index_dtype), indices, last
+
+    def rows(self, way, rng):
+        """Give rows to append in one of the three WAYS of saying where they go, padding too."""
+        everywhere = [(b, t) for b, kv_len in enumerate(self.kv_lens) for t in range(kv_len)]
+        if way == "indptr":  # uneven, requests without rows, one whole sequence
+            counts = [int(rng.integers(0, kv_len + 1)) for kv_len in self.kv_lens]
+            counts[:1] = self.kv_lens[:1]
+            at = [(b, t) for b, t in everywhere if t >= self.kv_lens[b] - counts[b]]
+            return Rows({"indptr": indptr_of(counts)}, [*at, None, None, None])
+        if way == "last":
+            at = [(b, kv_len - 1) if kv_len else None for b, kv_len in enumerate(self.kv_lens)]
+            return Rows({}, [*at, None, None])
+        # Past kv_len inside the last page is the request's own place; all the rest is nobody's.
+        own = [(b, n) for b, n in enumerate(self.kv_lens) if n % self.page_size]
+        chosen = [place for place in everywhere + own if rng.random() < 0.7]
+        nobody = [(-1, 0), (-1, -1), (self.batch_size, 0), (-(2**31), 3), (2**31 - 1, 0)]
+        for b, pages in enumerate(self.pages):
+            nobody += [(b, pages * self.page_size), (b, -1), (b, 2**31 - 1)]
+        pairs = [*((place, place) for place in chosen), *((place, None) for place in nobody)]
+        pairs = [pairs[i] for i in rng.permutation(len(pairs))]
+        batch_indices, positions = np.array([place for place, _ in pairs], np.int32).T
+        arguments = {"batch_indices": batch_indices, "positions": positions}
+        return Rows(arguments, [at for _, at in pairs])
+
+    def write(self, arrays, store, rows, at):
+        """Do by hand what append does to one storage array, seen as ``stores`` gives it."""
+        for row, place in zip(rows, at, strict=True):
+            if place is not None:
+                store[slot(arrays.indptr, arrays.indices, self.page_size, *place)] = row
 
     def _slots(self, indptr, indices):
         """Page and entry of every token, in order of request and position."""
@@ -142,6 +200,11 @@ class PagedCase(_Pages):
         cache = cukv.PagedKVCache(arrays.data, self.layout)
         return _at_home(xp, cache, *_page_table(arrays, self.page_size))
 
+    def stores(self, data):
+        """See K and V of a cache's data, of either home, as [pages, page_size, heads, dim]."""
+        pair = data if self.form == "pair" else (data[:, 0], data[:, 1])
+        return [s if self.layout == "NHD" else s.swapaxes(1, 2) for s in pair]
+
     def queries(self, rng, num_rows, num_qo_heads):
         """Draw queries [num_rows, num_qo_heads, head_dim] of the cache's dtype, bf16 for fp8."""
         dtype = "bfloat16" if self.dtype.startswith("float8") else self.dtype
@@ -181,6 +244,12 @@ class MLACase(_Pages):
             rows.append(random_rows(rng, (self.nnz, 1, dim), dtype))
             store[self._slots(indptr, indices)] = rows[-1][:, 0]
         return PagedArrays(data, indptr, indices, last, *rows)
+
+    def stores(self, data):
+        """See ckv and kpe of a cache's data, of either home, as [pages, page_size, 1, dim]."""
+        split = self.head_dim_ckv
+        pair = data if self.form == "pair" else (data[..., :split], data[..., split:])
+        return [s[:, :, None] for s in pair]
 
     def nouns(self, arrays, xp=np):
         """Give (MLAPagedCache, PageTable) over the arrays: themselves on NumPy, copies on CuPy."""

@@ -172,7 +172,8 @@ def test_a_kernel_names_the_methods_that_launch_it_and_its_definition(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_file_global_function_and_table_share_one_name(name):
     code = without_comments(_kernels.source(name))
-    found = re.findall(r"__global__\s+void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(", code)
+    bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+    found = re.findall(rf"__global__\s+void(?:\s+{bounds})?\s+(\w+)\(", code)
     assert found == [name]
     assert code.count("__global__") == 1
     assert name in _kernels.specialisations()

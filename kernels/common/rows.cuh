@@ -1,7 +1,7 @@
 // Rows moved between a packed token axis and pages: who moves what, and conversion on the way.
 //
 // A CTA owns rows_per_cta rows of one array and moves them as one run of vectors, VEC elements of
-// one head each: thread t moves vectors t, t + MOVE_THREADS, ... So a CTA is full whatever the
+// one head each: thread t moves vectors t, t + num_threads, ... So a CTA is full whatever the
 // width of a row, and the widest and the narrowest rows (a head of 8 elements, 128 heads of 256)
 // take the same path.
 #pragma once
@@ -9,8 +9,7 @@
 
 namespace cukv {
 
-constexpr int MOVE_THREADS = 256;      // of a CTA: those that move rows
-constexpr int MAX_ROWS_PER_CTA = 256;  // one thread finds the place of one row
+constexpr int MAX_ROWS_PER_CTA = 256;
 
 // Packed rows [nnz, num_heads, head_dim]: what append reads and gather writes. Where the heads of
 // rows and pages are both contiguous, the host passes one head of all their elements.
@@ -54,14 +53,15 @@ struct Place {
     }
 };
 
-// Moves the CTA's rows: value = load(place), then store(place, value), with the next load on its
-// way before a store. `between` runs once in every thread after its first load was issued.
+// Moves the CTA's rows by its first num_threads threads: value = load(place), then store(place,
+// value), with the next load on its way before a store. `between` runs once in every thread after
+// its first load was issued.
 //
 // More loads in flight per thread are slower, not faster: they spread the SMs over more DRAM pages
 // than stay open (64 K rows of 4 KB on an H200: 134 us with 1 ahead, 138 with 8).
 template <typename Value, typename Load, typename Between, typename Store>
 __device__ __forceinline__ void move_rows(
-    const Rows& rows, int num_rows, Load load, Between between, Store store) {
+    const Rows& rows, int num_rows, int num_threads, Load load, Between between, Store store) {
     const uint32_t num_vecs = num_rows * rows.columns.divisor;
     uint32_t vec_idx = threadIdx.x;
     Value now, next;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void move_rows(
     between();
 #pragma unroll 1
     while (vec_idx < num_vecs) {
-        const uint32_t next_idx = vec_idx + MOVE_THREADS;
+        const uint32_t next_idx = vec_idx + num_threads;
         if (next_idx < num_vecs) {
             next = load(Place(rows, next_idx));
         }
