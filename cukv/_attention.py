@@ -145,7 +145,7 @@ def require_plan(op: str, plan: Plan | None, key: tuple[tuple[str, Any], ...]) -
         raise TypeError(f"{op}: plan must be a Plan, got {type(plan)}")
     if plan.op != op:
         raise ValueError(f"{op}: the plan was made for {plan.op}")
-    plan.require(op, key)
+    plan._require(op, key)
 
 
 # ----------------------------------------------------------------------------------------- results

@@ -36,7 +36,7 @@ def pack_index_argument(op: str, name: str, x: Any, size: int, like: Array) -> b
     data = x.data
     if data.device_id != like.data.device_id and size:
         home(op, array=like, **{name: x})
-    return _pack_index(data.ptr, x.strides[0], size, x.dtype.itemsize)  # type: ignore[no-any-return]
+    return _pack_index(data.ptr, x.strides[0], size, x.dtype.itemsize)
 
 
 def pack_divisor(divisor: int) -> bytes:
@@ -46,9 +46,9 @@ def pack_divisor(divisor: int) -> bytes:
     is too large by less than 1, which moves no quotient of such an n.
     """
     if divisor < 1 or divisor >= 1 << 31:
-        return _pack_divisor(0, 0, 0)  # type: ignore[no-any-return]  # every such n gives 0
+        return _pack_divisor(0, 0, 0)  # every such n gives 0
     shift = (divisor - 1).bit_length()
-    return _pack_divisor(divisor, -(-(1 << (31 + shift)) // divisor), shift)  # type: ignore[no-any-return]
+    return _pack_divisor(divisor, -(-(1 << (31 + shift)) // divisor), shift)
 
 
 def as_index(op: str, name: str, x: Any, like: Array | None) -> Array:

@@ -46,7 +46,7 @@ from cukv._arrays import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger("cukv")
 
@@ -94,7 +94,7 @@ ONE_SCAN = (1, SCAN_THREADS)  # grid and CTA of a prefix sum
 
 def vector_size(*dtypes: Any) -> int:
     """Elements that one thread moves at a time: 16 bytes of the widest dtype."""
-    return 16 // max(d.itemsize for d in dtypes)
+    return int(16 // max(d.itemsize for d in dtypes))
 
 
 def _with_vectors(*names: str, dtypes: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -198,7 +198,7 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
     return Layout(tuple(names), f"{fmt}{tail}x", size + tail, alignment)
 
 
-def packer(struct_name: str) -> Any:
+def packer(struct_name: str) -> Callable[..., bytes]:
     """Give ``pack(*fields) -> bytes`` for a struct of kernels/common, in declared order."""
     return struct.Struct(struct_layout(struct_name).format).pack
 

@@ -1,182 +1,34 @@
-"""Pages of storage arrays: the addressing that K, V, ckv and kpe share, and what moves rows.
-
-A cache is a ``PagePair``, two storage arrays (K and V, or ckv and kpe) under one page table; its
-``append``, ``gather`` and ``copy_pages`` are the pair's.
-"""
+"""PagePair: K and V, or ckv and kpe, under one page table; append, gather, copy_pages of both."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import DTYPES, FP8, Array, alignment, as_dtype, device_of, empty, home
-from cukv._check import check_indptr, match, match_dtype, match_index, match_rows, match_writable
+from cukv._arrays import FP8, Array, alignment, as_dtype, device_of, empty, home
+from cukv._check import check_indptr, match, match_index
 from cukv._check import values as host_values
 from cukv._index import (
     NO_INDEX,
     UNIT_SCALE,
     as_index,
     host_scale,
-    pack_divisor,
     pack_index,
     pack_index_argument,
     pack_scale,
 )
-from cukv._kernels import Kernel, kernel, num_sms, packer, vector_size
+from cukv._kernels import kernel, vector_size
+from cukv._rows import MOVE_THREADS, AppendMove, Deal, Fit, Pages, outer_strides, resident_ctas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cukv.page_table import PageTable
 
-_pack_pages = packer("Pages")
-_pack_rows = packer("Rows")
-
-_BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
-
-# How rows are dealt to CTAs. Threads that move rows, and in append a warp that finds their slots.
-_MOVE_THREADS = 256
-_FEW_MOVE_THREADS = 128  # for few rows, whose time is the latency of one CTA
-_SLOT_THREADS = 32
-_MAX_ROWS_PER_CTA = 256  # kernels/common/rows.cuh
-_CTAS_PER_SM = 7
-_VECS_PER_THREAD = 3  # 2 pay too little for finding slots, 4 walk too far apart: 138, 134, 135 us
-
-
-class Pages:
-    """One storage array seen as ``[max_num_pages, page_size, num_heads, head_dim]``."""
-
-    __slots__ = ("alignment", "array", "device", "name", "packed", "read_only")
-
-    def __init__(self, op: str, name: str, array: Array, read_only: str | None) -> None:
-        match_rows(op, name, array)
-        self.name, self.array, self.read_only = name, array, read_only
-        self.device, self.packed, self.alignment = -1, b"", 16
-        if isinstance(array, cp.ndarray):
-            page, token, head, _ = array.strides
-            self.device = array.data.device_id
-            self.packed = _pack_pages(array.data.ptr, page, token, head, array.shape[0])
-            self.alignment = alignment(array.data.ptr, *_outer_strides(array))
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the elements."""
-        return self.array.dtype  # type: ignore[no-any-return]
-
-    def require_writable(self, op: str) -> None:
-        """Raise if the storage must not be written."""
-        if self.read_only is not None:
-            raise TypeError(f"{op}: {self.name} is {self.read_only}")
-        match_writable(op, self.name, self.array)
-
-
-def _outer_strides(array: Array) -> list[int]:
-    """Byte strides that addressing uses: those of axes longer than 1, without the last axis."""
-    return [s for n, s in zip(array.shape[:-1], array.strides[:-1], strict=True) if n > 1]
-
-
-class _Fit(NamedTuple):
-    """How rows of one shape and stride fit one storage array."""
-
-    num_heads: int  # 1 where the heads of both sides are contiguous: one long head
-    head_dim: int
-    aligned: bool  # strides of both sides and the storage keep 16-byte vectors whole
-
-    @classmethod
-    def of(cls, rows: Array, pages: Pages) -> _Fit:
-        _, num_heads, head_dim = rows.shape
-        whole = num_heads == 1 or (
-            rows.strides[1] == head_dim * rows.itemsize
-            and pages.array.strides[2] == head_dim * pages.array.itemsize
-        )
-        if whole:
-            num_heads, head_dim = 1, num_heads * head_dim
-        return cls(num_heads, head_dim, alignment(pages.alignment, *_outer_strides(rows)) == 16)
-
-    def takes(self, vec: int) -> bool:
-        return self.aligned and self.head_dim % vec == 0
-
-
-class _Deal:
-    """How rows of one signature are dealt to CTAs, as vectors of ``vec`` elements."""
-
-    __slots__ = ("_divisors", "_most", "_strides", "columns")
-
-    def __init__(self, rows: Array, fit: _Fit, vec: int) -> None:
-        self._strides = rows.strides[:2]
-        columns_per_head = fit.head_dim // vec
-        self.columns = fit.num_heads * columns_per_head  # vectors of a row
-        most = _VECS_PER_THREAD * _MOVE_THREADS // max(self.columns, 1)
-        self._most = max(1, min(_MAX_ROWS_PER_CTA, most))
-        self._divisors = pack_divisor(self.columns), pack_divisor(columns_per_head)
-
-    def pack(self, pointer: int, nnz: int, ctas: int, threads: int) -> tuple[bytes, int]:
-        """Give rows at an address as kernels take them, and how many CTAs move them.
-
-        Each CTA has work for its threads at least, and an equal share of ``ctas`` CTAs at most
-        until shares are large enough.
-        """
-        if not self.columns:
-            return _pack_rows(pointer, *self._strides, *self._divisors, 1, 0), 0
-        rows = min(max(-(-nnz // ctas), -(-threads // self.columns)), self._most)
-        return _pack_rows(pointer, *self._strides, *self._divisors, rows, 0), -(-nnz // rows)
-
-
-class _AppendMove:
-    """Append of rows of one signature: their dtypes, shapes and strides, checked once."""
-
-    def __init__(self, op: str, caches: tuple[Pages, Pages], rows: tuple[Array, Array]) -> None:
-        self._op = op
-        dims: dict[str, int | None] = {}
-        for pages, array in zip(caches, rows, strict=True):
-            _, _, num_heads, head_dim = pages.array.shape
-            dims.update(num_heads=num_heads, head_dim=head_dim)
-            match(op, pages.name, array, ("nnz", "num_heads", "head_dim"), dims)
-            match_rows(op, pages.name, array)
-            on_host = isinstance(array, np.ndarray)
-            match_dtype(op, pages.name, array, *DTYPES, *((_FLOAT64,) if on_host else ()))
-            pages.require_writable(op)
-        (k, v), (k_cache, v_cache) = rows, caches
-        match_dtype(op, v_cache.name, v, k.dtype)
-        if k_cache.packed:
-            fits = _Fit.of(k, k_cache), _Fit.of(v, v_cache)
-            self._dtypes = {"FROM": k.dtype, "K_TO": k_cache.dtype, "V_TO": v_cache.dtype}
-            self._device, vec = k_cache.device, vector_size(*self._dtypes.values())
-            self._vec = vec if all(fit.takes(vec) for fit in fits) else 1
-            self._deals = {n: (_Deal(k, fits[0], n), _Deal(v, fits[1], n)) for n in {1, self._vec}}
-            self._kernels: dict[int, Kernel] = {}
-            self._ctas = num_sms(self._device) * _CTAS_PER_SM
-
-    def launch(self, k_pointer: int, v_pointer: int, nnz: int, **params: Any) -> None:
-        """Launch for rows at these addresses."""
-        vec, pointers = self._vec, k_pointer | v_pointer
-        if pointers % 16:
-            vec, size = 1, self._dtypes["FROM"].itemsize
-            if pointers % size:
-                raise ValueError(f"{self._op}: rows must be aligned to their {size}-byte elements")
-        append = self._kernels.get(vec)
-        if append is None:
-            append = self._kernels[vec] = kernel("append", self._device, **self._dtypes, VEC=vec)
-        k_deal, v_deal = self._deals[vec]
-        # Few rows are all on their way at once, and then gain from leaving the L2 first.
-        few = nnz * (k_deal.columns + v_deal.columns) <= self._ctas * _FEW_MOVE_THREADS
-        threads = _FEW_MOVE_THREADS if few else _MOVE_THREADS
-        k_rows, k_ctas = k_deal.pack(k_pointer, nnz, self._ctas, threads)
-        v_rows, v_ctas = v_deal.pack(v_pointer, nnz, self._ctas, threads)
-        append(
-            k_ctas + v_ctas,
-            threads + _SLOT_THREADS,
-            k=k_rows,
-            v=v_rows,
-            k_ctas=k_ctas,
-            v_ctas=v_ctas,
-            nnz=nnz,
-            evict_first=few,
-            **params,
-        )
+_BYTE = np.dtype(np.uint8)
 
 
 class PagePair:
@@ -187,7 +39,7 @@ class PagePair:
     def __init__(self, first: Pages, second: Pages) -> None:
         self.first, self.second = first, second
         self.page_size = int(first.array.shape[1])
-        self._append_moves: dict[tuple[Any, ...], _AppendMove] = {}
+        self._append_moves: dict[tuple[Any, ...], AppendMove] = {}
         self._captured: list[Array] = []  # scratch that replays of graphs write to
 
     def __iter__(self) -> Iterator[Pages]:
@@ -252,7 +104,7 @@ class PagePair:
             requests_per_row=batch_size / nnz,
         )
 
-    def _append_move(self, op: str, k: Array, v: Array, table: PageTable) -> _AppendMove:
+    def _append_move(self, op: str, k: Array, v: Array, table: PageTable) -> AppendMove:
         """Check homes, devices and sizes of a call, and find the move of its signature."""
         if table.page_size != self.page_size or k.shape[:1] != v.shape[:1]:
             self.check_table(op, table)
@@ -267,9 +119,7 @@ class PagePair:
         signature = (num_rows, k.dtype, k.strides, k.shape[1:], v.dtype, v.strides, v.shape[1:])
         move = self._append_moves.get(signature)
         if move is None:
-            move = self._append_moves[signature] = _AppendMove(
-                op, (self.first, self.second), (k, v)
-            )
+            move = self._append_moves[signature] = AppendMove(op, (self.first, self.second), (k, v))
         return move
 
     def _append_on_host(
@@ -436,15 +286,15 @@ def _gather_array(
     factor = pack_scale(op, f"{pages.name}_scale", scale, pages.device)
     if rows.size == 0 or table.batch_size == 0:
         return rows
-    fit, vec = _Fit.of(rows, pages), vector_size(cache.dtype, dtype)
+    fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, dtype)
     if rows.data.ptr % 16 or not fit.takes(vec):
         vec = 1
-    packed_rows, ctas = _Deal(rows, fit, vec).pack(
-        rows.data.ptr, nnz, num_sms(pages.device) * _CTAS_PER_SM, _MOVE_THREADS
+    packed_rows, ctas = Deal(rows, fit, vec).pack(
+        rows.data.ptr, nnz, resident_ctas(pages.device), MOVE_THREADS
     )
     kernel("gather", pages.device, FROM=cache.dtype, TO=dtype, VEC=vec)(
         ctas,
-        _MOVE_THREADS,
+        MOVE_THREADS,
         table=table.packed,
         token_indptr=pack_index(token_indptr),
         cache=pages.packed,
@@ -469,17 +319,17 @@ def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> Array:
     width = head_dim * pages.array.itemsize
     scratch = empty(op, (rows, num_heads, width), _BYTE, cp, like=pages.array)
     as_bytes = Pages(op, pages.name, pages.array.view(_BYTE), pages.read_only)
-    fit = _Fit.of(scratch, as_bytes)
-    unit = alignment(pages.alignment, fit.head_dim, *_outer_strides(scratch))
+    fit = Fit.of(scratch, as_bytes)
+    unit = alignment(pages.alignment, fit.head_dim, *outer_strides(scratch))
     size = next(n for n in (16, 4, 2, 1) if unit % n == 0)
-    packed, ctas = _Deal(scratch, fit, size).pack(
-        scratch.data.ptr, rows, num_sms(pages.device) * _CTAS_PER_SM, _MOVE_THREADS
+    packed, ctas = Deal(scratch, fit, size).pack(
+        scratch.data.ptr, rows, resident_ctas(pages.device), MOVE_THREADS
     )
     launch = kernel("copy_pages", pages.device, BYTES=size)
     for to_scratch in (1, 0):
         launch(
             ctas,
-            _MOVE_THREADS,
+            MOVE_THREADS,
             cache=pages.packed,
             scratch=packed,
             src=pack_index(src),

@@ -21,7 +21,7 @@ class Plan:
     def update(self) -> None:
         """Follow the present contents of the index arrays that the plan was made from."""
 
-    def require(self, op: str, key: tuple[tuple[str, Any], ...]) -> None:
+    def _require(self, op: str, key: tuple[tuple[str, Any], ...]) -> None:
         """Raise unless a call is the one that this plan serves."""
         for (name, wanted), (_, got) in zip(self.key, key, strict=True):
             if wanted != got:

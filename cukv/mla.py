@@ -22,8 +22,9 @@ from cukv._attention import (
 from cukv._check import check_indptr, match, match_dtype, match_index, values
 from cukv._index import as_index
 from cukv._noun import ArrayNoun
-from cukv._pages import PagePair, Pages
+from cukv._pages import PagePair
 from cukv._plan import Plan
+from cukv._rows import Pages
 from cukv.ragged import RaggedTensor
 
 if TYPE_CHECKING:
@@ -388,7 +389,8 @@ class MLAPagedCache(ArrayNoun):
                 *csr,
                 sm_scale=options["sm_scale"],
                 causal=causal,
-                **scales,
+                ckv_scale=scales["ckv_scale"],
+                kpe_scale=scales["kpe_scale"],
             ),
             out,
             lse,

@@ -26,8 +26,9 @@ from cukv._attention import (
 )
 from cukv._check import match, match_dtype
 from cukv._noun import ArrayNoun
-from cukv._pages import PagePair, Pages
+from cukv._pages import PagePair
 from cukv._plan import Plan
+from cukv._rows import Pages
 from cukv.ragged import RaggedTensor, as_rows, check_layout, require_ragged, swap_layout
 
 if TYPE_CHECKING:
@@ -399,33 +400,17 @@ class PagedKVCache(ArrayNoun):
             Wrong home, dtype, shape, option, or a plan made for another call.
         """
         op = "PagedKVCache.decode"
-        q = as_array(op, "q", q)
-        key, xp = self._check_call(op, q, table, False, window_left, None)
-        require_plan(op, plan, key)
-        options = check_options(
+        return self._attend(
             op,
-            self.head_dim,
-            q.shape[1],
-            like=q,
+            as_array(op, "q", q),
+            table,
+            plan,
+            (out, lse, return_lse),
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
-        )
-        if xp is cp:
-            raise no_kernel(op)
-        options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        table.validate(self.max_num_pages)
-        k, v = (pages.array for pages in self._pages)
-        csr = (table.indptr, table.indices, table.last_page_len)
-        return run_on_host(
-            op,
-            q,
-            self.head_dim_vo,
-            lambda: reference.decode(q, k, v, *csr, **options),
-            out,
-            lse,
-            return_lse,
+            scales={"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
         )
 
     def prefill(
@@ -479,36 +464,60 @@ return_lse
         """
         op = "PagedKVCache.prefill"
         require_ragged(op, q=q)
-        key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
-        require_plan(op, plan, key)
-        rows = as_rows(op, "q", q)
-        options = check_options(
+        return self._attend(
             op,
-            self.head_dim,
-            rows.shape[1],
-            like=rows,
+            q,
+            table,
+            plan,
+            (out, lse, return_lse),
+            causal=causal,
+            custom_mask=custom_mask,
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
+            scales={"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
+        )
+
+    def _attend(
+        self,
+        op: str,
+        q: Array | RaggedTensor,
+        table: PageTable,
+        plan: Plan | None,
+        results: tuple[Array | None, Array | None, bool],
+        *,
+        causal: bool = False,
+        custom_mask: Mask | None = None,
+        window_left: int,
+        scales: dict[str, Any],
+        **options: Any,
+    ) -> Any:
+        """Attend from one row per request (q an array) or from any number (a RaggedTensor)."""
+        key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
+        require_plan(op, plan, key)
+        rows = as_rows(op, "q", q)
+        logits = check_options(
+            op, self.head_dim, rows.shape[1], window_left=window_left, like=rows, **options
         )
         if xp is cp:
             raise no_kernel(op)
-        options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        logits |= host_scales(op, **scales)
         table.validate(self.max_num_pages)
-        q.validate()
+        qo_indptr: Array = np.arange(len(rows) + 1)
+        if isinstance(q, RaggedTensor):
+            q.validate()
+            qo_indptr = q.indptr
         if custom_mask is not None:
-            options["custom_mask"] = flat_mask(op, custom_mask, q.indptr, table.token_indptr)
+            logits["custom_mask"] = flat_mask(op, custom_mask, qo_indptr, table.token_indptr)
         k, v = (pages.array for pages in self._pages)
         csr = (table.indptr, table.indices, table.last_page_len)
         return run_on_host(
             op,
             rows,
             self.head_dim_vo,
-            lambda: reference.prefill(rows, q.indptr, k, v, *csr, causal=causal, **options),
-            out,
-            lse,
-            return_lse,
+            lambda: reference.prefill(rows, qo_indptr, k, v, *csr, causal=causal, **logits),
+            *results,
         )
 
     def _check_call(

@@ -199,7 +199,7 @@ def copy_pages(cache: Array, src: Array, dst: Array) -> None:
 
 def _truth(x: Array) -> Bool:
     """Return where x is not zero; NaN is not, whatever a dtype of 8 or 16 bits says of itself."""
-    return (x if x.dtype.isbuiltin == 1 else x.astype(np.float64)) != 0
+    return np.asarray((x if x.dtype.isbuiltin == 1 else x.astype(np.float64)) != 0, np.bool_)
 
 
 def packbits(x: Array, bitorder: BitOrder = "little") -> npt.NDArray[np.uint8]:

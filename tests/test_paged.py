@@ -42,7 +42,7 @@ LENS = (45, 0, 8, 25, 22, 1, 16, 17, 0)
 @pytest.fixture
 def no_launch(monkeypatch):
     """Keep calls on arrays that are not there from asking a driver how large the GPU is."""
-    monkeypatch.setattr("cukv._pages.num_sms", lambda device: 132)
+    monkeypatch.setattr("cukv._rows.num_sms", lambda device: 132)
 
 
 def check_append(xp, case, way, rng, *, rows_of=lambda x: x, index_of=lambda x: x, **options):

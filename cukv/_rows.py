@@ -1,0 +1,164 @@
+"""One storage array as pages, and how rows of a token axis are moved to and from it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cupy as cp
+import numpy as np
+
+from cukv._arrays import DTYPES, Array, alignment
+from cukv._check import match, match_dtype, match_rows, match_writable
+from cukv._index import pack_divisor
+from cukv._kernels import Kernel, kernel, num_sms, packer, vector_size
+
+_pack_pages = packer("Pages")
+_pack_rows = packer("Rows")
+
+_FLOAT64 = np.dtype(np.float64)
+
+# How rows are dealt to CTAs. Threads that move rows, and in append a warp that finds their slots.
+MOVE_THREADS = 256
+_FEW_MOVE_THREADS = 128  # for few rows, whose time is the latency of one CTA
+_SLOT_THREADS = 32
+_MAX_ROWS_PER_CTA = 256  # kernels/common/rows.cuh
+_CTAS_PER_SM = 7
+_VECS_PER_THREAD = 3  # 2 pay too little for finding slots, 4 walk too far apart: 138, 134, 135 us
+
+
+def resident_ctas(device: int) -> int:
+    """CTAs that move rows at a time."""
+    return num_sms(device) * _CTAS_PER_SM
+
+
+class Pages:
+    """One storage array seen as ``[max_num_pages, page_size, num_heads, head_dim]``."""
+
+    __slots__ = ("alignment", "array", "device", "name", "packed", "read_only")
+
+    def __init__(self, op: str, name: str, array: Array, read_only: str | None) -> None:
+        match_rows(op, name, array)
+        self.name, self.array, self.read_only = name, array, read_only
+        self.device, self.packed, self.alignment = -1, b"", 16
+        if isinstance(array, cp.ndarray):
+            page, token, head, _ = array.strides
+            self.device = array.data.device_id
+            self.packed = _pack_pages(array.data.ptr, page, token, head, array.shape[0])
+            self.alignment = alignment(array.data.ptr, *outer_strides(array))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the elements."""
+        return self.array.dtype  # type: ignore[no-any-return]
+
+    def require_writable(self, op: str) -> None:
+        """Raise if the storage must not be written."""
+        if self.read_only is not None:
+            raise TypeError(f"{op}: {self.name} is {self.read_only}")
+        match_writable(op, self.name, self.array)
+
+
+def outer_strides(array: Array) -> list[int]:
+    """Byte strides that addressing uses: those of axes longer than 1, without the last axis."""
+    return [s for n, s in zip(array.shape[:-1], array.strides[:-1], strict=True) if n > 1]
+
+
+class Fit(NamedTuple):
+    """How rows of one shape and stride fit one storage array."""
+
+    num_heads: int  # 1 where the heads of both sides are contiguous: one long head
+    head_dim: int
+    aligned: bool  # strides of both sides and the storage keep 16-byte vectors whole
+
+    @classmethod
+    def of(cls, rows: Array, pages: Pages) -> Fit:
+        _, num_heads, head_dim = rows.shape
+        whole = num_heads == 1 or (
+            rows.strides[1] == head_dim * rows.itemsize
+            and pages.array.strides[2] == head_dim * pages.array.itemsize
+        )
+        if whole:
+            num_heads, head_dim = 1, num_heads * head_dim
+        return cls(num_heads, head_dim, alignment(pages.alignment, *outer_strides(rows)) == 16)
+
+    def takes(self, vec: int) -> bool:
+        return self.aligned and self.head_dim % vec == 0
+
+
+class Deal:
+    """How rows of one signature are dealt to CTAs, as vectors of ``vec`` elements."""
+
+    __slots__ = ("_divisors", "_most", "_strides", "columns")
+
+    def __init__(self, rows: Array, fit: Fit, vec: int) -> None:
+        self._strides = rows.strides[:2]
+        columns_per_head = fit.head_dim // vec
+        self.columns = fit.num_heads * columns_per_head  # vectors of a row
+        most = _VECS_PER_THREAD * MOVE_THREADS // max(self.columns, 1)
+        self._most = max(1, min(_MAX_ROWS_PER_CTA, most))
+        self._divisors = pack_divisor(self.columns), pack_divisor(columns_per_head)
+
+    def pack(self, pointer: int, nnz: int, ctas: int, threads: int) -> tuple[bytes, int]:
+        """Give rows at an address as kernels take them, and how many CTAs move them.
+
+        Each CTA has work for its threads at least, and an equal share of ``ctas`` CTAs at most
+        until shares are large enough.
+        """
+        if not self.columns:
+            return _pack_rows(pointer, *self._strides, *self._divisors, 1, 0), 0
+        rows = min(max(-(-nnz // ctas), -(-threads // self.columns)), self._most)
+        return _pack_rows(pointer, *self._strides, *self._divisors, rows, 0), -(-nnz // rows)
+
+
+class AppendMove:
+    """Append of rows of one signature: their dtypes, shapes and strides, checked once."""
+
+    def __init__(self, op: str, caches: tuple[Pages, Pages], rows: tuple[Array, Array]) -> None:
+        self._op = op
+        dims: dict[str, int | None] = {}
+        for pages, array in zip(caches, rows, strict=True):
+            _, _, num_heads, head_dim = pages.array.shape
+            dims.update(num_heads=num_heads, head_dim=head_dim)
+            match(op, pages.name, array, ("nnz", "num_heads", "head_dim"), dims)
+            match_rows(op, pages.name, array)
+            on_host = isinstance(array, np.ndarray)
+            match_dtype(op, pages.name, array, *DTYPES, *((_FLOAT64,) if on_host else ()))
+            pages.require_writable(op)
+        (k, v), (k_cache, v_cache) = rows, caches
+        match_dtype(op, v_cache.name, v, k.dtype)
+        if k_cache.packed:
+            fits = Fit.of(k, k_cache), Fit.of(v, v_cache)
+            self._dtypes = {"FROM": k.dtype, "K_TO": k_cache.dtype, "V_TO": v_cache.dtype}
+            self._device, vec = k_cache.device, vector_size(*self._dtypes.values())
+            self._vec = vec if all(fit.takes(vec) for fit in fits) else 1
+            self._deals = {n: (Deal(k, fits[0], n), Deal(v, fits[1], n)) for n in {1, self._vec}}
+            self._kernels: dict[int, Kernel] = {}
+            self._ctas = resident_ctas(self._device)
+
+    def launch(self, k_pointer: int, v_pointer: int, nnz: int, **params: Any) -> None:
+        """Launch for rows at these addresses."""
+        vec, pointers = self._vec, k_pointer | v_pointer
+        if pointers % 16:
+            vec, size = 1, self._dtypes["FROM"].itemsize
+            if pointers % size:
+                raise ValueError(f"{self._op}: rows must be aligned to their {size}-byte elements")
+        append = self._kernels.get(vec)
+        if append is None:
+            append = self._kernels[vec] = kernel("append", self._device, **self._dtypes, VEC=vec)
+        k_deal, v_deal = self._deals[vec]
+        # Few rows are all on their way at once, and then gain from leaving the L2 first.
+        few = nnz * (k_deal.columns + v_deal.columns) <= self._ctas * _FEW_MOVE_THREADS
+        threads = _FEW_MOVE_THREADS if few else MOVE_THREADS
+        k_rows, k_ctas = k_deal.pack(k_pointer, nnz, self._ctas, threads)
+        v_rows, v_ctas = v_deal.pack(v_pointer, nnz, self._ctas, threads)
+        append(
+            k_ctas + v_ctas,
+            threads + _SLOT_THREADS,
+            k=k_rows,
+            v=v_rows,
+            k_ctas=k_ctas,
+            v_ctas=v_ctas,
+            nnz=nnz,
+            evict_first=few,
+            **params,
+        )
