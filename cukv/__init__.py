@@ -11,8 +11,9 @@ from cukv.cascade import CascadeLevels
 from cukv.masks import PackedMask, RaggedMask, packbits, segment_packbits
 from cukv.merge import merge_state, merge_states
 from cukv.mla import MLAPagedCache
-from cukv.page_table import PageTable, batch_indices_positions
+from cukv.page_table import PageTable
 from cukv.paged import PagedKVCache
+from cukv.positions import batch_indices_positions
 from cukv.ragged import RaggedTensor
 
 __version__ = "0.1.0"

@@ -14,7 +14,6 @@ import atexit
 import ctypes
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import re
@@ -34,19 +33,11 @@ from cupy_backends.cuda.api.driver import launchKernel
 from cupy_backends.cuda.api.runtime import getDevice
 from cupy_backends.cuda.libs import nvrtc
 
-from cukv._arrays import (
-    BFLOAT16,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    FLOAT16,
-    FLOAT32,
-    CudaUnavailableError,
-    as_dtype,
-    is_available,
-)
+from cukv._arrays import CudaUnavailableError, as_dtype, is_available
+from cukv._specialisations import SPELLING, specialisations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 log = logging.getLogger("cukv")
 
@@ -58,17 +49,6 @@ ROOT = (
     if (_PACKAGE.parent / "pyproject.toml").exists()
     else _PACKAGE / "kernels"
 )
-
-SPELLING = {
-    FLOAT16: "half",
-    BFLOAT16: "cukv::bfloat16",
-    FLOAT32: "float",
-    FLOAT8_E4M3: "cukv::fp8_e4m3",
-    FLOAT8_E5M2: "cukv::fp8_e5m2",
-}
-ROW_DTYPES = tuple(SPELLING)  # what append and gather convert between
-STATE_DTYPES = (FLOAT16, BFLOAT16, FLOAT32)  # attention outputs
-
 
 # CTA sizes. Only SCAN_THREADS is written in the kernels too (common/scan.cuh).
 SCAN_THREADS = 1024
@@ -87,42 +67,6 @@ def one_per_warp(size: int) -> tuple[int, int]:
 
 
 ONE_SCAN = (1, SCAN_THREADS)  # grid and CTA of a prefix sum
-
-
-# ------------------------------------------------------------------ the table of specialisations
-
-
-def vector_size(*dtypes: Any) -> int:
-    """Elements that one thread moves at a time: 16 bytes of the widest dtype."""
-    return int(16 // max(d.itemsize for d in dtypes))
-
-
-def _with_vectors(*names: str, dtypes: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    for combination in itertools.product(dtypes, repeat=len(names)):
-        for vec in (vector_size(*combination), 1):
-            yield {**dict(zip(names, combination, strict=True)), "VEC": vec}
-
-
-@functools.cache
-def specialisations() -> dict[str, list[dict[str, Any]]]:
-    """Every specialisation that may be launched: kernel name -> its sets of template arguments."""
-    return {
-        "append": list(_with_vectors("FROM", "K_TO", "V_TO", dtypes=ROW_DTYPES)),
-        "batch_indices_positions": [{}],
-        "block_table": [{}],
-        "byte_indptr": [{}],
-        "copy_pages": [{"BYTES": size} for size in (16, 4, 2, 1)],
-        "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
-        "mask_indptr": [{}],
-        "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
-        "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
-        "page_indices": [{}],
-        "page_indptr": [{}],
-        "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
-        "seq_lens": [{}],
-        "slot_mapping": [{}],
-        "token_indptr": [{}],
-    }
 
 
 # --------------------------------------------------------------------------- reading the sources

@@ -20,8 +20,9 @@ from cukv._index import (
     pack_index_argument,
     pack_scale,
 )
-from cukv._kernels import kernel, vector_size
+from cukv._kernels import kernel
 from cukv._rows import MOVE_THREADS, AppendMove, Deal, Fit, Pages, outer_strides, resident_ctas
+from cukv._specialisations import vector_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

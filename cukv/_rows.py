@@ -10,7 +10,8 @@ import numpy as np
 from cukv._arrays import DTYPES, Array, alignment
 from cukv._check import match, match_dtype, match_rows, match_writable
 from cukv._index import pack_divisor
-from cukv._kernels import Kernel, kernel, num_sms, packer, vector_size
+from cukv._kernels import Kernel, kernel, num_sms, packer
+from cukv._specialisations import vector_size
 
 _pack_pages = packer("Pages")
 _pack_rows = packer("Rows")

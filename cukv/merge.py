@@ -10,7 +10,8 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import FLOAT32, Array, alignment, as_array, empty, home, read_only_reason
 from cukv._check import match, match_dtype, match_rows, match_writable
-from cukv._kernels import STATE_DTYPES, kernel, one_per_thread, struct_layout, vector_size
+from cukv._kernels import kernel, one_per_thread, struct_layout
+from cukv._specialisations import STATE_DTYPES, vector_size
 
 _FLOAT64 = np.dtype(np.float64)
 _VECS_PER_LANE = 2  # what a team covers at a time, see kernels/merge_states.cu

@@ -116,8 +116,8 @@ __device__ __forceinline__ void append_array(
         rows, range.num, move_threads, load, [] { bar_sync<SLOTS_FOUND>(blockDim.x); }, store);
 }
 
-// CTAs per SM that registers must allow. For copies 0, the compiler's choice, is 32 registers, which
-// is 7 CTAs; asked for 7 it spills, and so it does for conversions unless asked for fewer.
+// CTAs per SM that registers must allow. For copies 0, the compiler's choice, is 32 registers, and
+// so 7 CTAs; asked for 7 it spills, and so it does for conversions unless asked for fewer.
 template <typename FROM, typename K_TO, typename V_TO>
 constexpr int MIN_CTAS = is_same<FROM, K_TO> && is_same<FROM, V_TO> ? 0 : 5;
 

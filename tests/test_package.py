@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_record import python_code
 
 import cukv
 from cukv import _kernels
@@ -207,7 +208,10 @@ def test_text_needs_nothing_from_outside_the_tree(path):
     "path", [path for path in CODE if "tests" not in path.relative_to(TREE).parts], ids=relative
 )
 def test_a_file_is_short_enough_to_read(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":  # docstrings are the manual, not the code
+        text = python_code(text)
+    assert len(text.splitlines()) <= 400
 
 
 def test_a_definition_is_at_most_thirty_lines():
