@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import cukv
 from cukv import _kernels, replay
-from cukv._workload import MODELS, ReplayError
+from cukv._engine import MismatchError
+from cukv._workload import MODELS, ReplayError, whole_number
 
 FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # the last two: 128 + signal
 MOST = 2**31 - 1  # page ids are int32
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReplayError as error:
         print(f"cukv: {error}", file=sys.stderr)
         return USAGE
-    except replay.MismatchError as error:
+    except MismatchError as error:
         print(f"cukv: wrong result: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -76,15 +77,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _between(least: int, most: int = MOST) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
+    def parse(text: str) -> int:
+        value = whole_number(text)
+        if value is None:
             raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
-        if not least <= int(text) <= most:
+        if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"must be in [{least}, {most}], got {text}")
-        return int(text)
+        return value
 
-    return whole_number
+    return parse
 
 
 def _replay(arguments: argparse.Namespace) -> None:

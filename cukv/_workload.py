@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 SEGMENT = 512  # tokens under one hash id in a Mooncake trace
@@ -59,7 +59,6 @@ class Model:
     head_dim: int  # of ckv in MLA
     head_dim_kpe: int = 0
     dtype: str = "bfloat16"
-    mla_sm_scale: float = 192**-0.5  # from the head dimension before absorption, 128 + 64
 
     @property
     def is_mla(self) -> bool:
@@ -68,8 +67,8 @@ class Model:
 
     @property
     def sm_scale(self) -> float:
-        """Multiplies q.k before the softmax."""
-        return self.mla_sm_scale if self.is_mla else self.head_dim**-0.5
+        """Multiplies q.k before the softmax; in MLA by the head dimension before absorption."""
+        return 1 / math.sqrt(128 + 64 if self.is_mla else self.head_dim)
 
     @property
     def row_shapes(self) -> list[tuple[int, ...]]:
@@ -100,9 +99,10 @@ class Model:
         return 2 * self.num_qo_heads * (2 * self.head_dim + self.head_dim_kpe)
 
     def __str__(self) -> str:
-        kind = "latent" if self.is_mla else f"{self.num_kv_heads} key-value"
-        dims = f"{self.head_dim} + {self.head_dim_kpe}" if self.is_mla else f"{self.head_dim}"
-        return f"{self.num_qo_heads} query heads, {kind} of {dims}, {self.dtype}"
+        kind = f"{self.num_kv_heads} key-value of {self.head_dim}"
+        if self.is_mla:
+            kind = f"latent of {self.head_dim} + {self.head_dim_kpe}"
+        return f"{self.num_qo_heads} query heads, {kind}, {self.dtype}"
 
 
 MODELS = {
@@ -121,24 +121,6 @@ class Limits:
     batch_size: int  # requests live at once
     chunk_tokens: int  # prompt rows of one request
     step_tokens: int  # rows of all requests
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is replayed where nothing else is asked for."""
-
-    requests: int
-    steps: int
-    layers: int
-    prompt_tokens: int  # of the built-in workload, typical
-    output_tokens: int
-    limits: Limits
-
-
-GPU_SIZE = Size(256, 500, 4, 1024, 256, Limits(256, 512, 8192))
-# NumPy attends in float64; these sizes end in a few seconds.
-NUMPY_SIZE = Size(16, 128, 1, 96, 24, Limits(8, 128, 128))
-NUMPY_LARGE_MODEL_SIZE = Size(8, 24, 1, 48, 8, Limits(4, 32, 64))
 
 
 # Reading
@@ -181,9 +163,8 @@ def _requests(path: Path, lines: Iterator[tuple[str, str]]) -> Iterator[Request]
     if not first:
         raise ReplayError(f"{path}:1: the file is empty")
     if first.startswith("{"):
-        yield _mooncake_request(where, first)
-        for where, text in lines:
-            yield _mooncake_request(where, text)
+        for here, text in chain([(where, first)], lines):
+            yield _mooncake_request(here, text)
         return
     columns = _csv_fields(where, first)
     if not set(AZURE_COLUMNS) <= set(columns):
@@ -226,14 +207,18 @@ def _azure_request(where: str, text: str, columns: list[str]) -> Request:
     if len(fields) != len(columns):
         raise ReplayError(f"{where}: must have {len(columns)} fields, got {len(fields)}")
     row = dict(zip(columns, fields, strict=True))
-    values = [_integer_or_text(row[column]) for column in AZURE_COLUMNS]
-    input_length = _length(where, AZURE_COLUMNS[0], values[0], least=1)
-    return Request(where, input_length, _length(where, AZURE_COLUMNS[1], values[1], least=0))
+
+    def length(column: str, least: int) -> int:
+        number = whole_number(row[column])
+        return _length(where, column, row[column] if number is None else number, least)
+
+    return Request(where, length(AZURE_COLUMNS[0], 1), length(AZURE_COLUMNS[1], 0))
 
 
-def _integer_or_text(text: str) -> int | str:
+def whole_number(text: str) -> int | None:
+    """Parse plain decimal digits, where ``int`` also takes ``1_0`` and any length."""
     digits = text.removeprefix("-")
-    return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 20 else text
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 20 else None
 
 
 def _csv_fields(where: str, text: str) -> list[str]:

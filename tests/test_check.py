@@ -75,7 +75,7 @@ def test_a_wrong_shape_is_told_what_is_known_and_what_came(shape, dims, message,
 def test_a_wrong_dtype_is_told_which_are_right():
     match_dtype("op", "k", np.zeros(3, np.float16), FLOAT16, BFLOAT16)
     match_dtype("op", "k", fake_cupy(3, "bfloat16"), FLOAT16, BFLOAT16)
-    with pytest.raises(TypeError, match="^op: k must be float16 or bfloat16, got float64$"):
+    with pytest.raises(TypeError, match=r"^op: k must be float16 or bfloat16, got float64$"):
         match_dtype("op", "k", np.zeros(3), FLOAT16, BFLOAT16)
     with pytest.raises(TypeError, match=r"got uint16; .*\.view\(ml_dtypes\.bfloat16\)$"):
         match_dtype("op", "k", np.zeros(3, np.uint16), FLOAT16, BFLOAT16)
@@ -103,13 +103,13 @@ def test_index_arrays_are_1d_and_int32_or_int64(make):
         (make(3, "int32"), 4, ValueError, r"must be \[n=4\], got \[3\]"),
         (make((4, 4), "int32"), 4, ValueError, r"must be \[n=4\], got \[4, 4\]"),
     ):
-        with pytest.raises(error, match="^op: indptr " + message):
+        with pytest.raises(error, match=r"^op: indptr " + message):
             match_index("op", "indptr", array, size)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.uint64, np.int8, np.int16, bool])
 def test_other_integers_are_no_index(dtype):
-    with pytest.raises(TypeError, match="^op: x must be int32 or int64, got"):
+    with pytest.raises(TypeError, match=r"^op: x must be int32 or int64, got"):
         match_index("op", "x", np.zeros(3, dtype))
 
 
@@ -124,7 +124,7 @@ def test_an_indptr_starts_at_zero_never_falls_and_ends_inside():
         ([0, -3, 2], r"indptr falls at request 0: indptr\[0\] = 0, indptr\[1\] = -3"),
         ([0, 6], "indptr ends at 6, but there are 5 rows"),
     ):
-        with pytest.raises(ValueError, match="^op: " + message):
+        with pytest.raises(ValueError, match=r"^op: " + message):
             check_indptr("op", "indptr", np.array(bad, np.int64), 5, "rows")
 
 
@@ -151,7 +151,7 @@ def test_sequences_become_the_smallest_index_dtype():
     array = np.arange(3)
     assert as_index("op", "x", array, None) is array
     for bad in ([1.5], [1.0], ["1"], [True, False], [None], [2**70]):
-        with pytest.raises(TypeError, match="^op: x must be integers, got"):
+        with pytest.raises(TypeError, match=r"^op: x must be integers, got"):
             as_index("op", "x", bad, None)
 
 
@@ -166,11 +166,11 @@ def test_an_index_is_packed_with_its_own_stride_and_width():
     assert pack_index(None) == NO_INDEX == bytes(32)
     with pytest.raises(ValueError, match=r"^op: x must be \[n=4\], got \[3\]"):
         pack_index_argument("op", "x", fake_cupy(3, "int32"), 4, memory)
-    with pytest.raises(TypeError, match="^op: x must be int32 or int64, got float32"):
+    with pytest.raises(TypeError, match=r"^op: x must be int32 or int64, got float32"):
         pack_index_argument("op", "x", fake_cupy(3, "float32"), 3, memory)
-    with pytest.raises(TypeError, match="^op: array is on the GPU but x is in NumPy"):
+    with pytest.raises(TypeError, match=r"^op: array is on the GPU but x is in NumPy"):
         pack_index_argument("op", "x", np.zeros(3, np.int32), 3, memory)
-    with pytest.raises(ValueError, match="^op: array is on device 0 but x is on device 1"):
+    with pytest.raises(ValueError, match=r"^op: array is on device 0 but x is on device 1"):
         pack_index_argument("op", "x", fake_cupy(3, "int32", 1), 3, memory)
 
 
@@ -191,11 +191,11 @@ def test_rows_have_a_contiguous_last_axis(make):
 def test_elements_are_aligned():
     raw = np.zeros(6 * 5, np.uint8)
     odd = np.lib.stride_tricks.as_strided(raw.view(np.float16), (3, 2), (5, 2))
-    with pytest.raises(ValueError, match="^op: k must be aligned to its 2-byte elements"):
+    with pytest.raises(ValueError, match=r"^op: k must be aligned to its 2-byte elements"):
         match_rows("op", "k", odd)
     memory = cp.cuda.UnownedMemory((1 << 20) + 2, 64, None, device_id=0)
     odd = cp.ndarray((2, 2), np.float32, memptr=cp.cuda.MemoryPointer(memory, 0))
-    with pytest.raises(ValueError, match="^op: k must be aligned to its 4-byte elements"):
+    with pytest.raises(ValueError, match=r"^op: k must be aligned to its 4-byte elements"):
         match_rows("op", "k", odd)
     match_rows("op", "k", odd.view(np.float16))
 
@@ -213,7 +213,7 @@ def test_what_is_written_repeats_no_memory():
         message = (
             f"out is written and must not repeat memory, got stride 0 on axis {axis} of {shape}"
         )
-        with pytest.raises(ValueError, match="^op: " + message):
+        with pytest.raises(ValueError, match=r"^op: " + message):
             match_writable("op", "out", bad)
 
 
@@ -229,7 +229,7 @@ def test_scales_are_one_number():
     assert pack_scale("op", "k_scale", 1.0, 0) == pack_scale("op", "k_scale", 1, 0) == UNIT_SCALE
     for bad in ("1", None, [0.5, 0.5], np.ones(2), np.ones(0), 1j, True, object()):
         for call in (host_scale, lambda *a: pack_scale(*a, 0)):
-            with pytest.raises(TypeError, match="^op: k_scale must be one number, got"):
+            with pytest.raises(TypeError, match=r"^op: k_scale must be one number, got"):
                 call("op", "k_scale", bad)
 
 
@@ -237,7 +237,7 @@ def test_scales_on_the_device_are_passed_by_address():
     for shape in ((), (1,), (1, 1)):
         scale = fake_cupy(shape, "float32")
         assert pack_scale("op", "k_scale", scale, 0) == struct.pack("=Qf4x", scale.data.ptr, 0)
-    with pytest.raises(TypeError, match="^op: k_scale is on the GPU but the arrays are in NumPy"):
+    with pytest.raises(TypeError, match=r"^op: k_scale is on the GPU but the arrays are in NumPy"):
         host_scale("op", "k_scale", fake_cupy((), "float32"))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cukv
-from cukv import replay
+from cukv import _engine, replay
 from cukv.__main__ import main
 from cukv._workload import (
     SEGMENT,
@@ -435,8 +435,8 @@ def test_an_operation_without_a_kernel_is_said_to_have_none():
     def attend():
         raise NotImplementedError
 
-    assert stopwatch("decode", attend, 1, 1) is None
-    assert stopwatch("decode", lambda: 1 / 0, 1, 1) is None  # not called any more
+    assert stopwatch("decode", attend, tokens=1) is None
+    assert stopwatch("decode", lambda: 1 / 0, tokens=1) is None  # not called any more
     assert "decode      has no kernel yet" in replay.table(stopwatch, 0.0)
 
 
@@ -444,7 +444,7 @@ def test_control_c_ends_quietly_with_130(capsys, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replay.Engine, "step", interrupt)
+    monkeypatch.setattr(_engine.Engine, "step", interrupt)
     assert main(SMALL) == 130
     assert capsys.readouterr().err == ""
 
@@ -459,7 +459,8 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 
 def test_importing_the_job_touches_no_gpu(monkeypatch):
-    monkeypatch.delitem(sys.modules, "cukv.replay")
+    for name in ("cukv.replay", "cukv._engine"):
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(replay.cp.cuda, "is_available", lambda: 1 / 0)
     monkeypatch.setattr(replay.cp.cuda.runtime, "getDeviceCount", lambda: 1 / 0)
     __import__("cukv.replay")
