@@ -21,7 +21,16 @@ from cukv._index import (
     pack_scale,
 )
 from cukv._kernels import kernel
-from cukv._rows import MOVE_THREADS, AppendMove, Deal, Fit, Pages, outer_strides, resident_ctas
+from cukv._rows import (
+    MOVE_THREADS,
+    AppendMove,
+    Deal,
+    Fit,
+    Pages,
+    outer_strides,
+    pack_rows,
+    resident_ctas,
+)
 from cukv._specialisations import vector_size
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     from cukv.page_table import PageTable
 
 _BYTE = np.dtype(np.uint8)
+_MAX_MOVES = 64  # signatures that a cache remembers; strides of HND rows change with their number
 
 
 class PagePair:
@@ -120,6 +130,8 @@ class PagePair:
         signature = (num_rows, k.dtype, k.strides, k.shape[1:], v.dtype, v.strides, v.shape[1:])
         move = self._append_moves.get(signature)
         if move is None:
+            if len(self._append_moves) >= _MAX_MOVES:
+                self._append_moves.clear()
             move = self._append_moves[signature] = AppendMove(op, (self.first, self.second), (k, v))
         return move
 
@@ -290,16 +302,14 @@ def _gather_array(
     fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, dtype)
     if rows.data.ptr % 16 or not fit.takes(vec):
         vec = 1
-    packed_rows, ctas = Deal(rows, fit, vec).pack(
-        rows.data.ptr, nnz, resident_ctas(pages.device), MOVE_THREADS
-    )
+    shares, ctas = Deal(rows, fit, vec).shares(nnz, resident_ctas(pages.device), MOVE_THREADS)
     kernel("gather", pages.device, FROM=cache.dtype, TO=dtype, VEC=vec)(
         ctas,
         MOVE_THREADS,
         table=table.packed,
         token_indptr=pack_index(token_indptr),
         cache=pages.packed,
-        rows=packed_rows,
+        rows=pack_rows(rows.data.ptr, shares),
         scale=factor,
         nnz=nnz,
     )
@@ -323,16 +333,15 @@ def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> Array:
     fit = Fit.of(scratch, as_bytes)
     unit = alignment(pages.alignment, fit.head_dim, *outer_strides(scratch))
     size = next(n for n in (16, 4, 2, 1) if unit % n == 0)
-    packed, ctas = Deal(scratch, fit, size).pack(
-        scratch.data.ptr, rows, resident_ctas(pages.device), MOVE_THREADS
-    )
+    deal = Deal(scratch, fit, size)
+    shares, ctas = deal.shares(rows, resident_ctas(pages.device), MOVE_THREADS)
     launch = kernel("copy_pages", pages.device, BYTES=size)
     for to_scratch in (1, 0):
         launch(
             ctas,
             MOVE_THREADS,
             cache=pages.packed,
-            scratch=packed,
+            scratch=pack_rows(scratch.data.ptr, shares),
             src=pack_index(src),
             dst=pack_index(dst),
             page_size=page_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -99,16 +100,31 @@ class Deal:
         self._most = max(1, min(_MAX_ROWS_PER_CTA, most))
         self._divisors = pack_divisor(self.columns), pack_divisor(columns_per_head)
 
-    def pack(self, pointer: int, nnz: int, ctas: int, threads: int) -> tuple[bytes, int]:
-        """Give rows at an address as kernels take them, and how many CTAs move them.
+    def shares(self, nnz: int, ctas: int, threads: int) -> tuple[tuple[Any, ...], int]:
+        """Deal nnz rows: (all that a kernel needs of them but their address, CTAs that move them).
 
         Each CTA has work for its threads at least, and an equal share of ``ctas`` CTAs at most
         until shares are large enough.
         """
-        if not self.columns:
-            return _pack_rows(pointer, *self._strides, *self._divisors, 1, 0), 0
-        rows = min(max(-(-nnz // ctas), -(-threads // self.columns)), self._most)
-        return _pack_rows(pointer, *self._strides, *self._divisors, rows, 0), -(-nnz // rows)
+        rows = min(max(-(-nnz // ctas), -(-threads // max(self.columns, 1))), self._most)
+        num_ctas = -(-nnz // rows) if self.columns else 0
+        return (*self._strides, *self._divisors, rows, 0), num_ctas
+
+
+def pack_rows(pointer: int, shares: tuple[Any, ...]) -> bytes:
+    """Give dealt rows at an address as kernels/common/rows.cuh's Rows."""
+    return _pack_rows(pointer, *shares)
+
+
+class _Dealt(NamedTuple):
+    """A launch of ``append`` for a number of rows, but for addresses."""
+
+    append: Kernel
+    grid: int
+    threads: int
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
+    params: dict[str, Any]
 
 
 class AppendMove:
@@ -133,8 +149,8 @@ class AppendMove:
             self._device, vec = k_cache.device, vector_size(*self._dtypes.values())
             self._vec = vec if all(fit.takes(vec) for fit in fits) else 1
             self._deals = {n: (Deal(k, fits[0], n), Deal(v, fits[1], n)) for n in {1, self._vec}}
-            self._kernels: dict[int, Kernel] = {}
-            self._ctas = resident_ctas(self._device)
+            # The layers of a step have equally many rows: their launch is worked out once.
+            self._dealt = functools.lru_cache(maxsize=16)(self._deal)
 
     def launch(self, k_pointer: int, v_pointer: int, nnz: int, **params: Any) -> None:
         """Launch for rows at these addresses."""
@@ -143,23 +159,24 @@ class AppendMove:
             vec, size = 1, self._dtypes["FROM"].itemsize
             if pointers % size:
                 raise ValueError(f"{self._op}: rows must be aligned to their {size}-byte elements")
-        append = self._kernels.get(vec)
-        if append is None:
-            append = self._kernels[vec] = kernel("append", self._device, **self._dtypes, VEC=vec)
-        k_deal, v_deal = self._deals[vec]
-        # Few rows are all on their way at once, and then gain from leaving the L2 first.
-        few = nnz * (k_deal.columns + v_deal.columns) <= self._ctas * _FEW_MOVE_THREADS
-        threads = _FEW_MOVE_THREADS if few else MOVE_THREADS
-        k_rows, k_ctas = k_deal.pack(k_pointer, nnz, self._ctas, threads)
-        v_rows, v_ctas = v_deal.pack(v_pointer, nnz, self._ctas, threads)
-        append(
-            k_ctas + v_ctas,
-            threads + _SLOT_THREADS,
-            k=k_rows,
-            v=v_rows,
-            k_ctas=k_ctas,
-            v_ctas=v_ctas,
-            nnz=nnz,
-            evict_first=few,
+        dealt = self._dealt(vec, nnz)
+        dealt.append(
+            dealt.grid,
+            dealt.threads,
+            k=_pack_rows(k_pointer, *dealt.k),
+            v=_pack_rows(v_pointer, *dealt.v),
+            **dealt.params,
             **params,
         )
+
+    def _deal(self, vec: int, nnz: int) -> _Dealt:
+        k_deal, v_deal = self._deals[vec]
+        ctas = resident_ctas(self._device)
+        # Few rows are all on their way at once, and then gain from leaving the L2 first.
+        few = nnz * (k_deal.columns + v_deal.columns) <= ctas * _FEW_MOVE_THREADS
+        threads = _FEW_MOVE_THREADS if few else MOVE_THREADS
+        k, k_ctas = k_deal.shares(nnz, ctas, threads)
+        v, v_ctas = v_deal.shares(nnz, ctas, threads)
+        append = kernel("append", self._device, **self._dtypes, VEC=vec)
+        params = {"k_ctas": k_ctas, "v_ctas": v_ctas, "nnz": nnz, "evict_first": few}
+        return _Dealt(append, k_ctas + v_ctas, threads + _SLOT_THREADS, k, v, params)

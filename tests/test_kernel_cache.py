@@ -238,7 +238,7 @@ def test_threads_that_want_the_same_kernel_load_it_once(fake_gpu):
 
 
 def test_template_arguments_mean_the_same_in_any_order(fake_gpu):
-    half, single = _kernels.FLOAT16, _kernels.FLOAT32
+    half, single = np.dtype("float16"), np.dtype("float32")
     there = _kernels.kernel("gather", 0, FROM=half, TO=single, VEC=4)
     back = _kernels.kernel("gather", 0, TO=half, FROM=single, VEC=4)
     assert there._raw.path != back._raw.path

@@ -59,13 +59,16 @@ struct PageTable {
 
     // Any contents are safe: reads stay inside `indices`, and what lies outside is no page.
     __device__ __forceinline__ int64_t page_id(const Request& r, int64_t page_idx) const {
+        if (r.first_page < 0 || r.first_page >= indices.size) {
+            return -1;
+        }
         const int64_t i = r.first_page + page_idx;
-        return i >= 0 && i < r.end_page && i < indices.size ? indices[i] : -1;
+        return i < r.end_page && i < indices.size ? indices[i] : -1;
     }
 
     // Positions are below 2^31, more than any real length, so that one multiplication divides them.
     __device__ __forceinline__ Slot slot(const Request& r, int64_t position) const {
-        if (position < 0 || position > 0x7fffffff || r.first_page < 0) {
+        if (position < 0 || position > 0x7fffffff) {
             return {-1, 0};
         }
         const uint32_t token = static_cast<uint32_t>(position);

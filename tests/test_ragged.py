@@ -1,0 +1,428 @@
+"""RaggedTensor: packing and its views; ragged prefill on NumPy; what is refused."""
+
+import copy
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import fake_cupy, indptr_of, on, random_rows
+from tolerances import (
+    ATTENTION_TANH,
+    LSE_TANH,
+    assert_close,
+    assert_same_bits,
+    bits,
+    to_numpy,
+)
+
+from cukv import PackedMask, Plan, RaggedMask, RaggedTensor, reference
+from cukv._arrays import as_dtype
+
+FLOATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+INF = np.inf
+LENS = (3, 0, 5, 1, 0)
+
+
+def zeros(shape, dtype="float16"):
+    kind = np.dtype(dtype) if dtype in ("int32", "int64") else as_dtype("test", "dtype", dtype)
+    return np.zeros(shape, kind)
+
+
+MAKERS = [pytest.param(zeros, id="host"), pytest.param(fake_cupy, id="device")]
+
+
+# Packing
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_list_is_packed_without_padding(xp, dtype, layout, rng):
+    parts = [random_rows(rng, (n, 2, 8), dtype) for n in LENS]
+    given = parts if layout == "NHD" else [p.swapaxes(0, 1).copy() for p in parts]
+    ragged = RaggedTensor.from_list([on(xp, p) for p in given], layout)
+    assert (len(ragged), ragged.batch_size, ragged.nnz) == (5, 5, 9)
+    assert (ragged.num_heads, ragged.head_dim, ragged.dtype.name) == (2, 8, dtype)
+    assert ragged.layout == layout
+    assert to_numpy(ragged.indptr).tolist() == [0, 3, 3, 8, 9, 9]
+    assert ragged.indptr.dtype == np.int32
+    assert to_numpy(ragged.lens).tolist() == list(LENS)
+    assert_same_bits(ragged.rows, np.concatenate(parts))
+    for i, (got, want) in enumerate(zip(ragged, given, strict=True)):
+        assert_same_bits(got, want)
+        assert_same_bits(ragged[i], want)
+        assert_same_bits(ragged[i - 5], want)
+        assert_same_bits(ragged[np.int64(i)], want)
+    ragged.validate()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_requests_rows_are_a_view(xp, layout):
+    shape = (9, 2, 8) if layout == "NHD" else (2, 9, 8)
+    ragged = RaggedTensor(xp.zeros(shape, np.float16), indptr_of(LENS).tolist(), layout)
+    ragged[2][...] = 1
+    for part in ragged:
+        part += 1
+    want = np.repeat([1, 1, 2, 1, 1], LENS)
+    np.testing.assert_array_equal(to_numpy(ragged.rows)[:, 1, 3], want)
+    assert xp.shares_memory(ragged.rows, ragged.data)
+
+
+def test_the_data_is_not_copied_and_may_be_longer(xp):
+    data = xp.zeros((9, 4, 16), np.float16)[::2, ::2, 3:11]
+    ragged = RaggedTensor(data, xp.array([0, 1, 3]))
+    assert ragged.data is data
+    assert (ragged.nnz, ragged[1].shape) == (5, (2, 2, 8))
+    ragged.validate()
+
+
+def test_lengths_follow_the_contents(xp):
+    for dtype in (np.int32, np.int64):
+        indptr = xp.array([0, 9, 1, 9, 3], dtype)[::2]
+        ragged = RaggedTensor(xp.zeros((5, 1, 8), np.float16), indptr)
+        assert to_numpy(ragged.lens).tolist() == [1, 2]
+        indptr[1] = 3
+        assert to_numpy(ragged.lens).tolist() == [3, 0]
+        assert ragged.lens.dtype == dtype
+        assert ragged[0].shape == (3, 1, 8)
+
+
+def test_iteration_ends_and_requests_are_bounded(xp):
+    nobody = RaggedTensor(xp.zeros((3, 1, 8), np.float16), [0])
+    assert list(nobody) == []
+    assert nobody.lens.shape == (0,)
+    ragged = RaggedTensor(xp.zeros((3, 1, 8), np.float16), [0, 1, 3])
+    for i in (2, -3, 100):
+        with pytest.raises(IndexError, match=f"^RaggedTensor: request {i} of 2"):
+            ragged[i]
+    with pytest.raises(IndexError, match="request 0 of 0"):
+        nobody[0]
+
+
+def test_validate_names_the_request_and_the_value(xp):
+    data = xp.zeros((5, 1, 8), np.float16)
+    for indptr, message in (
+        ([1, 3], r"indptr\[0\] must be 0, got 1"),
+        ([0, 3, 2], r"indptr falls at request 1: indptr\[1\] = 3, indptr\[2\] = 2"),
+        ([0, 3, 6], "indptr ends at 6, but there are 5 rows"),
+    ):
+        with pytest.raises(ValueError, match=r"^RaggedTensor.validate: " + message):
+            RaggedTensor(data, indptr).validate()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_ragged_tensor_names_what_it_refuses(make):
+    good, indptr = make((5, 2, 8)), make(3, "int32")
+    for data, offsets, layout, error, message in (
+        (
+            make((5, 8)),
+            indptr,
+            "NHD",
+            ValueError,
+            r"data must be \[nnz, num_heads, head_dim\], got",
+        ),
+        (
+            make((5, 8)),
+            indptr,
+            "HND",
+            ValueError,
+            r"data must be \[num_heads, nnz, head_dim\], got",
+        ),
+        (good, make((3, 1), "int32"), "NHD", ValueError, r"indptr must be \[n\], got \[3, 1\]"),
+        (
+            good,
+            make(0, "int32"),
+            "NHD",
+            ValueError,
+            r"indptr must be \[batch_size \+ 1\], got \[0\]",
+        ),
+        (good, make(3, "float32"), "NHD", TypeError, "indptr must be int32 or int64, got float32"),
+        (good, indptr, "DHN", ValueError, 'layout must be "NHD" or "HND", got \'DHN\''),
+        ("data", indptr, "NHD", TypeError, "data must be a CuPy, NumPy or DLPack array"),
+        (good, None, "NHD", TypeError, "indptr must be a CuPy, NumPy or DLPack array"),
+    ):
+        with pytest.raises(error, match=r"^RaggedTensor: " + message):
+            RaggedTensor(data, offsets, layout)
+    with pytest.raises(TypeError, match="indptr must be integers, got float64"):
+        RaggedTensor(zeros((5, 2, 8)), [0.0, 5.0])
+
+
+def test_homes_and_devices_do_not_mix():
+    with pytest.raises(
+        TypeError, match=r"^RaggedTensor: data is in NumPy but indptr is on the GPU"
+    ):
+        RaggedTensor(zeros((5, 2, 8)), fake_cupy(3, "int32"))
+    with pytest.raises(ValueError, match="data is on device 0 but indptr is on device 1"):
+        RaggedTensor(fake_cupy((5, 2, 8)), fake_cupy(3, "int32", 1))
+    with pytest.raises(TypeError, match=r"^RaggedTensor.from_list: arrays\[0\] is in NumPy but"):
+        RaggedTensor.from_list([zeros((5, 2, 8)), fake_cupy((5, 2, 8))])
+
+
+def test_from_list_names_what_it_refuses():
+    part = zeros((3, 2, 8))
+    for parts, layout, error, message in (
+        ([], "NHD", ValueError, "needs one array at least"),
+        ([part, zeros((3, 2))], "NHD", ValueError,
+         r"arrays\[1\] must be \[len_1, num_heads=2, head_dim=8\], got \[3, 2\]"),
+        ([part, zeros((3, 1, 8))], "NHD", ValueError, r"arrays\[1\] must be .*got \[3, 1, 8\]"),
+        ([part, zeros((3, 2, 8))], "HND", None, ""),
+        ([part, zeros((2, 2, 8))], "HND", ValueError,
+         r"arrays\[1\] must be \[num_heads=3, len_1, head_dim=8\], got \[2, 2, 8\]"),
+        ([part, zeros((3, 2, 8), "bfloat16")], "NHD", TypeError,
+         r"arrays\[1\] must be float16, got bfloat16"),
+        ([part, 3], "NHD", TypeError, r"arrays\[1\] must be a CuPy, NumPy or DLPack array"),
+        ([part], "XYZ", ValueError, "layout must be"),
+    ):  # fmt: skip
+        if error is None:
+            assert RaggedTensor.from_list(parts, layout).nnz == 4
+            continue
+        with pytest.raises(error, match=r"^RaggedTensor.from_list: " + message):
+            RaggedTensor.from_list(parts, layout)
+
+
+def test_many_requests_are_packed(xp):
+    parts = [xp.full((i % 3, 1, 8), i, np.float16) for i in range(300)]
+    ragged = RaggedTensor.from_list(parts)
+    assert ragged.nnz == 300
+    assert float(ragged[298][0, 0, 0]) == 298
+
+
+def test_a_ragged_tensor_shows_its_structure_without_reading_it():
+    ragged = RaggedTensor(fake_cupy((5, 2, 8), "bfloat16"), fake_cupy(3, "int64"))
+    shown = "data=bfloat16[5, 2, 8], indptr=int64[3], layout='NHD'"
+    assert repr(ragged) == f"RaggedTensor({shown}, device=cuda:0)"
+
+
+# Prefill, on NumPy
+
+
+def batch(rng, dtype, qo_lens, kv_lens, heads=(4, 2), dims=(16, 24)):
+    q = RaggedTensor(random_rows(rng, (sum(qo_lens), heads[0], dims[0]), dtype), indptr_of(qo_lens))
+    kv_indptr = indptr_of(kv_lens)
+    k, v = (
+        RaggedTensor(random_rows(rng, (sum(kv_lens), heads[1], d), dtype), kv_indptr) for d in dims
+    )
+    return q, k, v
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_prefill_is_the_definition(dtype, causal, rng):
+    q, k, v = batch(rng, dtype, (3, 0, 5, 1, 7), (9, 4, 0, 1, 5))
+    options = {
+        "causal": causal, "sm_scale": 0.3, "window_left": 4, "logits_soft_cap": 5.0,
+        "sinks": np.array([0.5, -1.0, 2.0, -INF], np.float32),
+        "q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0,
+    }  # fmt: skip
+    for chosen in (options, {"causal": causal}):
+        got = q.prefill(k, v, return_lse=True, **chosen)
+        want = reference.ragged_prefill(q.data, q.indptr, k.data, v.data, k.indptr, **chosen)
+        assert got[0].shape == (16, 4, 24)
+        assert got[0].dtype.name == dtype
+        scale = 3 * np.abs(v.data.astype(np.float32)).max()
+        assert_close(got[0], want[0], ATTENTION_TANH[dtype], scale=scale)
+        assert_close(got[1], want[1], LSE_TANH)
+
+
+def test_layouts_and_strides_of_operands_do_not_matter(rng):
+    q, k, v = batch(rng, "float32", (3, 0, 5), (9, 4, 5), dims=(16, 16))
+    want = q.prefill(k, v, causal=True, return_lse=True)
+    heads_first = [RaggedTensor(x.data.swapaxes(0, 1).copy(), x.indptr, "HND") for x in (q, k, v)]
+    strided = []
+    for x in (q, k, v):
+        wide = np.full((2 * x.nnz, x.num_heads, 20), np.nan, np.float32)
+        wide[::-2, :, 2:18] = x.data
+        strided.append(RaggedTensor(wide[::-2, :, 2:18], x.indptr))
+    for other in (heads_first, strided):
+        got = other[0].prefill(*other[1:], causal=True, return_lse=True)
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
+
+
+def test_slices_of_one_projection_attend(rng):
+    qkv = random_rows(rng, (5, (4 + 2 + 2) * 64), "float16")
+    parts = (qkv[:, :256].reshape(5, 4, 64), qkv[:, 256:384].reshape(5, 2, 64),
+             qkv[:, 384:].reshape(5, 2, 64))  # fmt: skip
+    assert all(np.shares_memory(p, qkv) for p in parts)
+    results = [
+        RaggedTensor(f(parts[0]), [0, 2, 5]).prefill(
+            *(RaggedTensor(f(p), [0, 2, 5]) for p in parts[1:]), causal=True
+        )
+        for f in (lambda x: x, np.copy)
+    ]
+    assert_same_bits(*results)
+
+
+def test_padding_may_hold_anything(rng):
+    q, k, v = batch(rng, "float32", (3, 2), (4, 5), dims=(16, 16))
+    want = q.prefill(k, v)
+    longer = [
+        RaggedTensor(np.concatenate([x.data, np.full((3, *x.data.shape[1:]), np.nan, np.float32)]),
+                     x.indptr) for x in (q, k, v)
+    ]  # fmt: skip
+    got = longer[0].prefill(*longer[1:])
+    assert_same_bits(got[:5], want)
+
+
+def test_rows_and_requests_of_no_length(rng):
+    for qo_lens, kv_lens in (((0, 0), (0, 0)), ((0, 3, 0), (4, 0, 0)), ((), ()), ((0,), (5,))):
+        q, k, v = batch(rng, "bfloat16", qo_lens, kv_lens)
+        o, lse = q.prefill(k, v, causal=True, return_lse=True)
+        assert o.shape == (sum(qo_lens), 4, 24)
+        assert lse.shape == (sum(qo_lens), 4)
+        assert not bits(o).any()
+        assert (lse == -INF).all()
+        _, lse = q.prefill(k, v, sinks=np.zeros(4), return_lse=True)
+        assert not lse.any()
+
+
+def test_fp8_operands_give_bfloat16(rng):
+    q, k, v = batch(rng, "float8_e4m3fn", (3, 1), (4, 5))
+    o, lse = q.prefill(k, v, k_scale=0.5, v_scale=2.0, return_lse=True)
+    assert (o.dtype, lse.dtype) == (BF16, np.float32)
+    want, _ = reference.ragged_prefill(q.data, q.indptr, k.data, v.data, k.indptr, k_scale=0.5,
+                                       v_scale=2.0)  # fmt: skip
+    assert_same_bits(o, want.astype(np.float32).astype(BF16))
+
+
+def test_results_go_where_told(rng):
+    q, k, v = batch(rng, "bfloat16", (3, 0, 2), (4, 5, 2))
+    want = q.prefill(k, v, return_lse=True)
+    for dtype in ("float16", "bfloat16", "float32"):
+        whole = np.full((5, 4, 40), 7, as_dtype("test", "out", dtype))
+        lse = np.full((10, 4), 7, np.float32)
+        got = q.prefill(k, v, out=whole[..., 8:32], lse=lse[::2], return_lse=True)
+        assert np.shares_memory(got[0], whole)
+        assert np.shares_memory(got[1], lse)
+        assert_same_bits(lse[::2], want[1])
+        assert (whole[..., :8] == 7).all()
+        assert (whole[..., 32:] == 7).all()
+        assert (lse[1::2] == 7).all()
+    assert whole.dtype == np.float32
+    assert_same_bits(whole[..., 8:32].astype(BF16), want[0])
+    with pytest.raises(
+        ValueError, match=r"^RaggedTensor.prefill: out must be \[rows=5, num_qo_hea"
+    ):
+        q.prefill(k, v, out=np.zeros((5, 4, 16), np.float32))
+    with pytest.raises(ValueError, match="lse must have a contiguous last axis"):
+        q.prefill(k, v, lse=np.zeros((5, 8), np.float32)[:, ::2])
+    with pytest.raises(ValueError, match="out is written and must not repeat memory"):
+        strides = (0, *whole.strides[1:])
+        q.prefill(k, v, out=np.lib.stride_tricks.as_strided(whole, (5, 4, 24), strides))
+
+
+def test_a_plan_serves_the_calls_it_was_made_for_and_no_others(rng):
+    q, k, v = batch(rng, "bfloat16", (3, 0, 2), (4, 5, 2))
+    mask = RaggedMask(np.ones(16, bool), q.indptr, k.indptr)
+    plan = q.plan(k, causal=True, window_left=2, batch_invariant=True)
+    assert isinstance(plan, Plan)
+    plan.update()
+    options = {"causal": True, "window_left": 2}
+    assert_same_bits(q.prefill(k, v, plan=plan, **options), q.prefill(k, v, **options))
+    for change, message in (
+        ({"causal": False}, "made for causal=True, got False"),
+        ({"window_left": -1}, "made for window_left=2, got -1"),
+        ({"custom_mask": mask}, "made for custom_mask=None, got RaggedMask"),
+    ):
+        with pytest.raises(ValueError, match=r"^RaggedTensor.prefill: .*" + message):
+            q.prefill(k, v, plan=plan, **(options | change))
+    masked = q.plan(k, custom_mask=mask)
+    with pytest.raises(ValueError, match="made for custom_mask=RaggedMask, got PackedMask"):
+        q.prefill(k, v, plan=masked, custom_mask=mask.pack())
+    longer = RaggedTensor(np.concatenate([k.data, k.data]), k.indptr)
+    with pytest.raises(ValueError, match="made for k="):
+        q.prefill(longer, RaggedTensor(np.concatenate([v.data, v.data]), v.indptr), plan=plan,
+                  **options)  # fmt: skip
+
+
+# Messages
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_prefill_names_what_it_refuses(make):
+    def ragged(shape, dtype="float16", batch_size=2):
+        return RaggedTensor(make(shape, dtype), make(batch_size + 1, "int32"))
+
+    q, k, v = ragged((5, 4, 16)), ragged((7, 2, 16)), ragged((7, 2, 24))
+    for arguments, options, error, message in (
+        ((ragged((7, 2, 8)), v), {}, ValueError,
+         r"k must be \[kv_nnz, num_kv_heads, head_dim=16\], got \[7, 2, 8\]"),
+        ((k, ragged((6, 2, 24))), {}, ValueError,
+         r"v must be \[kv_nnz=7, num_kv_heads=2, head_dim_vo\], got \[6, 2, 24\]"),
+        ((k, ragged((7, 1, 24))), {}, ValueError, r"v must be .*got \[7, 1, 24\]"),
+        ((k, ragged((7, 2, 24), "bfloat16")), {}, TypeError, "v must be float16, got bfloat16"),
+        ((ragged((7, 2, 16), "bfloat16"), ragged((7, 2, 24), "bfloat16")), {}, TypeError,
+         "q and a 16-bit cache share a dtype, got float16 and bfloat16"),
+        ((ragged((7, 3, 16)), ragged((7, 3, 24))), {}, ValueError,
+         "num_qo_heads must be a multiple of num_kv_heads=3, got 4"),
+        ((ragged((7, 0, 16)), ragged((7, 0, 24))), {}, ValueError, "num_qo_heads must be a mul"),
+        ((ragged((7, 2, 16), batch_size=3), v), {}, ValueError,
+         "k must have batch_size=2 requests, got 3"),
+        ((k, ragged((7, 2, 24), batch_size=1)), {}, ValueError,
+         "v must have batch_size=2 requests, got 1"),
+        ((k.data, v), {}, TypeError, r"k must be a RaggedTensor, got <class '\w+.ndarray'>"),
+        ((k, v.data), {}, TypeError, r"v must be a RaggedTensor, got <class '\w+.ndarray'>"),
+        ((k, v), {"window_left": -2}, ValueError, "window_left must be a whole number"),
+        ((k, v), {"logits_soft_cap": -1}, ValueError, "logits_soft_cap must be 0 or more"),
+        ((k, v), {"sm_scale": INF}, ValueError, "sm_scale must be finite"),
+        ((k, v), {"sinks": make(3, "float32")}, ValueError, r"sinks must be \[num_qo_heads=4\]"),
+        ((k, v), {"custom_mask": make((5, 7))}, TypeError, "custom_mask must be a RaggedMask or"),
+        ((k, v), {"plan": "plan"}, TypeError, "plan must be a Plan"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=r"^RaggedTensor.prefill: " + message):
+            q.prefill(*arguments, **options)
+    integers = ragged((5, 4, 16), "int32")
+    with pytest.raises(TypeError, match=r"prefill: q must be float16 or bfloat16 or .*got int32"):
+        integers.prefill(k, v)
+
+
+def test_values_are_checked_on_numpy(rng):
+    q, k, v = batch(rng, "float32", (3, 2), (4, 5))
+    other = RaggedTensor(v.data, [0, 5, 9])
+    with pytest.raises(ValueError, match=r"^RaggedTensor.prefill: k and v must have equal indptr"):
+        q.prefill(k, other)
+    with pytest.raises(ValueError, match="indptr ends at 6, but there are 5 rows"):
+        RaggedTensor(q.data, [0, 3, 6]).prefill(k, v)
+    short = PackedMask(np.zeros(3, np.uint8), q.indptr, k.indptr)
+    with pytest.raises(ValueError, match=r"PackedMask.validate: indptr ends at 4, but there are 3"):
+        q.prefill(k, v, custom_mask=short)
+
+
+def test_calls_mix_no_homes_and_say_what_exists():
+    def ragged(make, *shape):
+        return RaggedTensor(make(shape), make(3, "int32"))
+
+    there, here = ([ragged(make, 5, 4, 16), ragged(make, 7, 2, 16), ragged(make, 7, 2, 24)]
+                   for make in (fake_cupy, zeros))  # fmt: skip
+    for call in (
+        lambda: there[0].prefill(here[1], there[2]),
+        lambda: there[0].prefill(there[1], here[2]),
+        lambda: here[0].prefill(there[1], there[2]),
+        lambda: here[0].plan(there[1]),
+        lambda: here[0].prefill(*here[1:], sinks=fake_cupy(4, "float32")),
+        lambda: there[0].prefill(*there[1:], sinks=zeros(4, "float32")),
+        lambda: here[0].prefill(*here[1:], q_scale=fake_cupy(1, "float32")),
+    ):
+        with pytest.raises(TypeError, match=r"^RaggedTensor.prefill: .*on the GPU"):
+            call()
+    for call in (lambda: there[0].prefill(*there[1:]), lambda: there[0].plan(there[1])):
+        with pytest.raises(NotImplementedError, match=r"^RaggedTensor.*merge_states.*to_host"):
+            call()
+
+
+@pytest.mark.gpu
+def test_lengths_can_be_captured(rng):
+    ragged = RaggedTensor(cp.zeros((9, 1, 8), np.float16), cp.zeros(4, np.int64))
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        cp.cuda.Device().synchronize()
+        for _ in range(2):
+            copy.copy(ragged.lens)
+        stream.synchronize()
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
+        lens = ragged.lens
+        graph = stream.end_capture()
+        ragged.indptr.set(np.array([0, 4, 4, 9]), stream)
+        graph.launch(stream)
+        stream.synchronize()
+    assert to_numpy(lens).tolist() == [4, 0, 5]

@@ -1,0 +1,256 @@
+"""Every method that launches: captured on a warm pool, and watched by compute-sanitizer.
+
+``CALLS`` names them all. ``main`` is what the sanitizer watches, in a process of its own where each
+array is an allocation of its own, so that a read or write beside one is seen.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import MLACase, PagedCase, indptr_of, on, random_rows
+from tolerances import to_numpy
+
+import cukv
+from cukv import _kernels
+
+TESTS = Path(__file__).parent
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Arguments:
+    """Arrays for every call, in one home; the same in every process."""
+
+    def __init__(self, xp, head_dim=64, index_dtype="int32"):
+        self.xp = xp
+        rng = np.random.default_rng(7)
+        case = PagedCase((45, 0, 8, 25), 16, 2, head_dim, index_dtype=index_dtype)
+        fp8 = PagedCase((45, 0, 8, 25), 16, 2, head_dim, dtype="float8_e4m3fn", layout="HND")
+        mla = MLACase((45, 0, 8, 25), 16, 64, 16, "bfloat16", index_dtype=index_dtype)
+        self.cache, self.table = case.nouns(case.arrays(rng), xp)
+        self.fp8_cache, self.fp8_table = fp8.nouns(fp8.arrays(rng), xp)
+        self.mla, self.mla_table = mla.nouns(mla.arrays(rng), xp)
+        shape = (30, 2, head_dim)
+        self.k, self.v = (on(xp, random_rows(rng, shape, "float16")) for _ in range(2))
+        self.ckv, self.kpe = (on(xp, random_rows(rng, (30, n), "bfloat16")) for n in (64, 16))
+        self.indptr = on(xp, indptr_of((20, 0, 1, 5), index_dtype))
+        rows = case.rows("positions", rng).arguments
+        self.batch_indices, self.positions = (
+            on(xp, rows[n][:30].astype(index_dtype)) for n in ("batch_indices", "positions")
+        )
+        self.scale = on(xp, np.array([0.5], np.float32))
+        self.pages = on(xp, np.array([3, 0, 2, 7, 5, 6, 1, 4], index_dtype))
+        self.swapped = on(xp, np.array([0, 3, 2, 7, 5, 6, 4, 1], index_dtype))
+        self.lens = on(xp, np.array([45, 0, 8, 25], index_dtype))
+        self.dense = on(xp, rng.integers(0, 9, (4, 5)).astype(index_dtype))
+        self.o = on(xp, random_rows(rng, (9, 3, 4, head_dim), "bfloat16"))
+        self.lse = on(xp, random_rows(rng, (9, 3, 4), "float32"))
+        self.bits = on(xp, rng.random(20_003) < 0.5)
+        self.segments = on(xp, np.array([0, 7, 7, 9_000, 20_003], index_dtype))
+        indptrs = (on(xp, np.array(x, index_dtype)) for x in ([0, 3, 10], [0, 20, 40]))
+        self.mask = cukv.RaggedMask(self.bits[:200], *indptrs)
+        self.packed = cukv.PackedMask(on(xp, np.zeros(90, np.uint8)), *(
+            on(xp, np.array(x, index_dtype)) for x in ([0, 3, 10], [0, 20, 40])))  # fmt: skip
+
+
+CALLS = {
+    "append by indptr": lambda a: a.cache.append(a.k, a.v, a.table, indptr=a.indptr),
+    "append by positions": lambda a: a.cache.append(
+        a.k, a.v, a.table, batch_indices=a.batch_indices, positions=a.positions
+    ),
+    "append at the end": lambda a: a.cache.append(a.k, a.v, a.table),
+    "append and convert": lambda a: a.fp8_cache.append(
+        a.k, a.v, a.fp8_table, indptr=a.indptr, k_scale=a.scale, v_scale=2.0
+    ),
+    "gather": lambda a: a.cache.gather(a.table),
+    "gather and convert": lambda a: a.fp8_cache.gather(
+        a.fp8_table, nnz=80, dtype="float16", k_scale=a.scale
+    ),
+    "copy_pages": lambda a: a.cache.copy_pages(a.pages, a.swapped),
+    "MLA append": lambda a: a.mla.append(a.ckv, a.kpe, a.mla_table, indptr=a.indptr),
+    "MLA gather": lambda a: a.mla.gather(a.mla_table, nnz=80),
+    "MLA copy_pages": lambda a: a.mla.copy_pages(a.pages, a.swapped),
+    "seq_lens": lambda a: a.table.seq_lens,
+    "token_indptr": lambda a: a.table.token_indptr,
+    "block_table": lambda a: a.table.block_table(5),
+    "slot_mapping": lambda a: a.table.slot_mapping(a.batch_indices, a.positions),
+    "from_seq_lens": lambda a: cukv.PageTable.from_seq_lens(a.lens, 16, a.pages),
+    "from_seq_lens of a capacity": lambda a: cukv.PageTable.from_seq_lens(a.lens, 16, num_pages=9),
+    "from_block_table": lambda a: cukv.PageTable.from_block_table(a.dense, a.lens, 16),
+    "batch_indices_positions": lambda a: cukv.batch_indices_positions(a.indptr, a.lens, 30),
+    "merge_states": lambda a: cukv.merge_states(a.o, a.lse),
+    "merge_state": lambda a: cukv.merge_state(a.o[:, 0], a.lse[:, 0], a.o[:, 1], a.lse[:, 1]),
+    "packbits": lambda a: cukv.packbits(a.bits),
+    "segment_packbits": lambda a: cukv.segment_packbits(a.bits, a.segments),
+    "RaggedMask.pack": lambda a: a.mask.pack(),
+    "RaggedMask.indptr": lambda a: a.mask.indptr,
+    "PackedMask.indptr": lambda a: a.packed.indptr,
+    "RaggedTensor.lens": lambda a: cukv.RaggedTensor(a.k, a.indptr).lens,
+}
+
+
+def everything(result):
+    """Give the arrays of a result: of arrays, nouns and tuples of them."""
+    if isinstance(result, (tuple, list)):
+        return [array for part in result for array in everything(part)]
+    if isinstance(result, cukv.PageTable):
+        return [result.indptr, result.last_page_len, result.indices]
+    if isinstance(result, cukv.RaggedTensor):
+        return [result.rows, result.indptr]
+    if isinstance(result, cukv.PackedMask):
+        return [result.data, result.indptr]
+    return [] if result is None else [result]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_works_on_numpy(name):
+    arguments = Arguments(np)
+    assert all(isinstance(x, np.ndarray) for x in everything(CALLS[name](arguments)))
+
+
+def stored(a):
+    """Give what calls write in place."""
+    return [to_numpy(c.data).view(np.uint8) for c in (a.cache, a.fp8_cache, a.mla)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_can_be_captured_where_nothing_is_left_to_allocate(name):
+    a, eager = Arguments(cp), Arguments(cp)
+    pool = cp.get_default_memory_pool()
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        cp.cuda.Device().synchronize()
+        for _ in range(2):  # compiled and loaded; the pool holds what a call needs
+            CALLS[name](a)
+        fresh = Arguments(cp)  # as they were before those calls wrote
+        for mine, first in ((a.cache, fresh.cache), (a.fp8_cache, fresh.fp8_cache),
+                            (a.mla, fresh.mla)):  # fmt: skip
+            mine.data.view(np.uint8)[...] = first.data.view(np.uint8)
+        stream.synchronize()
+        del fresh
+        held = pool.total_bytes()
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
+        result = CALLS[name](a)
+        graph = stream.end_capture()
+        assert pool.total_bytes() == held
+        graph.launch(stream)
+        wanted = CALLS[name](eager)
+        stream.synchronize()
+    for got, want in zip(stored(a), stored(eager), strict=True):
+        np.testing.assert_array_equal(got, want)
+    written = int(to_numpy(a.table.token_indptr)[-1])  # gathered rows behind it are padding
+    for got, want in zip(everything(result), everything(wanted), strict=True):
+        rows = written if name.endswith(("gather", "convert")) and got.ndim == 3 else None
+        got, want = (np.ascontiguousarray(to_numpy(x)[:rows]) for x in (got, want))
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.gpu
+def test_the_calls_launch_every_kernel():
+    arguments = Arguments(cp)
+    for call in CALLS.values():
+        call(arguments)
+    assert {key[0] for key in _kernels._loaded} >= set(_kernels.specialisations())
+
+
+# What the sanitizer watches
+
+
+def misaligned(array):
+    """Copy rows to one element past the start of an allocation."""
+    host = to_numpy(array)
+    flat = on(cp, np.concatenate([host.reshape(-1)[:1], host.reshape(-1)]))
+    return flat[1:].reshape(host.shape)
+
+
+def garbage(rng, n, dtype, kind):
+    info = np.iinfo(dtype)
+    if kind == "any bits":
+        values = rng.integers(info.min, info.max, n, dtype, endpoint=True)
+    elif kind == "near":
+        values = rng.integers(-5, 40, n).astype(dtype)
+    else:
+        values = rng.choice(np.array([info.min, -1, 0, 1, info.max - 1, info.max], dtype), n)
+    return cp.asarray(values)
+
+
+def call_with_garbage(a, rng, dtype, kind):
+    def index(n):
+        return garbage(rng, n, dtype, kind)
+
+    table = cukv.PageTable(index(22), index(17), index(21), 16)
+    where = {"batch_indices": index(30), "positions": index(30)}
+    a.cache.append(a.k, a.v, table, indptr=index(22))
+    a.cache.append(a.k, a.v, table, **where)
+    a.cache.append(a.k, a.v, table)
+    a.cache.gather(table)
+    a.cache.gather(table, nnz=7)
+    a.cache.copy_pages(index(5), index(5))
+    a.mla.append(a.ckv, a.kpe, table, **where)
+    results = [table.seq_lens, table.token_indptr, table.block_table(3)]
+    results += [table.slot_mapping(index(40), index(40)), table.slot_mapping(**where)]
+    results += cukv.batch_indices_positions(index(22), index(21), 30)
+    cukv.PageTable.from_seq_lens(index(21), 16, index(9)).block_table(2)
+    cukv.PageTable.from_block_table(index(63).reshape(21, 3), index(21), 16)
+    cukv.segment_packbits(a.bits, index(22))
+    mask = cukv.RaggedMask(a.bits, index(22), index(22))
+    mask.pack()
+    cukv.PackedMask(mask.data.view(np.uint8), mask.qo_indptr, mask.kv_indptr).indptr  # noqa: B018
+    return results
+
+
+def main():
+    """Call everything, with every array in an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    for head_dim, index_dtype in ((64, "int32"), (23, "int64")):
+        a = Arguments(cp, head_dim, index_dtype)
+        for call in CALLS.values():
+            call(a)
+        for name in ("k", "v", "ckv", "kpe", "o", "lse"):
+            setattr(a, name, misaligned(getattr(a, name)))
+        a.bits = misaligned(a.bits)
+        for call in CALLS.values():
+            call(a)
+        cp.cuda.Device().synchronize()
+    for heads, dims in ((1, (1, 8)), (3, (46, 99)), (1, (576, 512)), (128, (80, 80))):
+        case = PagedCase((9, 0, 4), 4, heads, *dims, layout="HND", form="pair")
+        rng = np.random.default_rng(heads)
+        cache, table = case.nouns(case.arrays(rng), cp)
+        rows = [on(cp, random_rows(rng, (13, heads, dim), "float16")) for dim in dims]
+        cache.append(*rows, table, indptr=[0, 9, 9, 13])
+        cache.append(*(x[::-1] for x in rows), table, indptr=[0, 9, 9, 13])
+        cache.gather(table, nnz=13)
+        cache.copy_pages([0, 1], [1, 0])
+    a, rng = Arguments(cp), np.random.default_rng(3)
+    for dtype in (np.int32, np.int64):
+        for kind in ("any bits", "near", "extremes"):
+            for _ in range(3):
+                call_with_garbage(a, rng, dtype, kind)
+    cp.cuda.Device().synchronize()
+    print("called everything")
+
+
+@pytest.mark.gpu
+def test_no_kernel_touches_memory_beside_its_arrays():
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    assert Path(tool).exists(), "compute-sanitizer, of the CUDA toolkit, is needed and not in PATH"
+    watch = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no"]
+    paths = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+    run = subprocess.run(
+        [*watch, sys.executable, "-c", "import test_sanitizer; test_sanitizer.main()"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    said = run.stdout + run.stderr
+    assert run.returncode == 0, said[-6000:]
+    assert "called everything" in said
+    assert "ERROR SUMMARY: 0 errors" in said
