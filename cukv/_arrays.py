@@ -111,6 +111,37 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
     return _from_dlpack(x)[0]
 
 
+def concatenate(parts: list[Array], axis: int = 0) -> Array:
+    """Join arrays of one home, device and dtype, on their device."""
+    dtype = parts[0].dtype
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, axis=axis)
+    with parts[0].device:
+        # CuPy cannot concatenate fp8, which is joined as the bytes it is.
+        bits = [p.view(np.uint8) for p in parts] if dtype in FP8 else parts
+        return cp.concatenate(bits, axis=axis).view(dtype)
+
+
+def set_to_zero(array: Array) -> None:
+    """Set a contiguous GPU array to zero bytes, without a kernel, on the current stream."""
+    if array.size:
+        with array.device:
+            array.data.memset_async(0, array.nbytes)
+
+
+_kept_for_replays: list[Array] = []
+
+
+def keep_for_replays(*temporaries: Array) -> None:
+    """Keep what a call made for itself, if its launches are being captured into a graph.
+
+    Replays use that memory, so it must not go back to the pool. It is kept for the life of the
+    process: nothing tells when a graph is gone.
+    """
+    if cp.cuda.get_current_stream().is_capturing():
+        _kept_for_replays.extend(temporaries)
+
+
 def to_home(host: np.ndarray[Any, Any], like: Array | None) -> Array:
     """Move a NumPy array to the home and device of ``like``; None keeps it in NumPy."""
     if like is None or isinstance(like, np.ndarray):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import cupy as cp
 import numpy as np
 
 from cukv import reference
@@ -66,7 +65,6 @@ def check_options(
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     like: Array | None = None,
-    **scales: Any,
 ) -> dict[str, Any]:
     """Check the options that shape the logits, and give them as the definitions take them.
 
@@ -79,7 +77,7 @@ def check_options(
     if cap is not None and not 0 <= cap < math.inf:
         raise ValueError(f"{op}: logits_soft_cap must be 0 or more (0 = off), got {cap}")
     if sinks is not None:
-        sinks = as_array(op, "sinks", sinks)
+        sinks = as_array(op, "sinks", sinks, like)
         match(op, "sinks", sinks, ("num_qo_heads",), {"num_qo_heads": num_qo_heads})
         extra = (_FLOAT64,) if home(op, q=like, sinks=sinks) is np else ()
         match_dtype(op, "sinks", sinks, *_OUTPUTS, *extra)
@@ -88,7 +86,6 @@ def check_options(
         "window_left": check_window(op, window_left),
         "logits_soft_cap": cap or None,
         "sinks": sinks,
-        **scales,
     }
 
 
@@ -163,8 +160,11 @@ def run_on_host(
     """Run a definition and give its results in q's dtype or in the arrays given for them."""
     rows, num_qo_heads = q.shape[:2]
     shape = {"rows": rows, "num_qo_heads": num_qo_heads, "head_dim_vo": head_dim_vo}
+    out = None if out is None else as_array(op, "out", out)
+    lse = None if lse is None else as_array(op, "lse", lse)
     for name, array in (("out", out), ("lse", lse)):
         if array is not None:
+            home(op, q=q, **{name: array})
             dims = tuple(shape)[: 3 if name == "out" else 2]
             match(op, name, array, dims, dict(shape))
             match_dtype(op, name, array, *((*_OUTPUTS, _FLOAT64) if name == "out" else (FLOAT32,)))
@@ -172,12 +172,12 @@ def run_on_host(
                 raise TypeError(f"{op}: {name} is {reason}")
             match_writable(op, name, array)
             match_rows(op, name, array)
-            home(op, q=q, **{name: array})
     o, exact_lse = definition()
     if out is None:
         out = np.empty(o.shape, BFLOAT16 if q.dtype in FP8 else q.dtype)
     # Through float32, as the kernels round: their accumulators are float32.
-    out[...] = o.astype(np.float32).astype(out.dtype) if out.dtype != _FLOAT64 else o
+    with np.errstate(over="ignore"):  # a value beyond the dtype is infinite
+        out[...] = o.astype(np.float32).astype(out.dtype) if out.dtype != _FLOAT64 else o
     if lse is None:
         lse = exact_lse.astype(np.float32)
     else:
@@ -188,8 +188,3 @@ def run_on_host(
 def host_scales(op: str, **scales: Any) -> dict[str, float]:
     """Give scales as floats, for the definitions."""
     return {name: host_scale(op, name, value) for name, value in scales.items()}
-
-
-def is_device(xp: Any) -> bool:
-    """Tell whether a home is the GPU."""
-    return xp is cp

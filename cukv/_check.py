@@ -53,6 +53,14 @@ def match_index(op: str, name: str, array: Array, size: int | None = None) -> No
     if array.ndim != 1 or (size is not None and array.shape[0] != size):
         want = "n" if size is None else f"n={size}"
         raise ValueError(f"{op}: {name} must be [{want}], got {list(array.shape)}")
+    match_aligned(op, name, array)
+
+
+def match_aligned(op: str, name: str, array: Array) -> None:
+    """Raise unless elements lie at multiples of their size."""
+    size, pointer = array.dtype.itemsize, 0 if isinstance(array, np.ndarray) else array.data.ptr
+    if math.gcd(pointer, *array.strides) % size and array.size:
+        raise ValueError(f"{op}: {name} must be aligned to its {size}-byte elements")
 
 
 def match_rows(op: str, name: str, array: Array) -> None:
@@ -63,9 +71,7 @@ def match_rows(op: str, name: str, array: Array) -> None:
         raise ValueError(
             f"{op}: {name} must have a contiguous last axis, got strides {strides} in bytes"
         )
-    pointer = 0 if isinstance(array, np.ndarray) else array.data.ptr
-    if math.gcd(pointer, *strides) % size and array.size:
-        raise ValueError(f"{op}: {name} must be aligned to its {size}-byte elements")
+    match_aligned(op, name, array)
 
 
 def match_writable(op: str, name: str, array: Array) -> None:

@@ -31,12 +31,12 @@ def pack_index_argument(op: str, name: str, x: Any, size: int, like: Array) -> b
     if not isinstance(x, cp.ndarray):
         x = as_index(op, name, x, like)
         home(op, array=like, **{name: x})
-    if x.dtype not in INDEX_DTYPES or x.shape != (size,):
+    data, stride, width = x.data, x.strides[0] if x.ndim else 0, x.dtype.itemsize
+    if x.dtype not in INDEX_DTYPES or x.shape != (size,) or (data.ptr | stride) % width:
         match_index(op, name, x, size)
-    data = x.data
     if data.device_id != like.data.device_id and size:
         home(op, array=like, **{name: x})
-    return _pack_index(data.ptr, x.strides[0], size, x.dtype.itemsize)
+    return _pack_index(data.ptr, stride, size, width)
 
 
 def pack_divisor(divisor: int) -> bytes:
@@ -58,7 +58,8 @@ def as_index(op: str, name: str, x: Any, like: Array | None) -> Array:
     host = np.asarray(x) if len(x) else np.zeros(0, np.int64)
     if host.dtype.kind not in "iu":
         raise TypeError(f"{op}: {name} must be integers, got {host.dtype.name}")
-    if not host.size or np.abs(host).max() <= np.iinfo(np.int32).max:
+    limits = np.iinfo(np.int32)
+    if not host.size or (limits.min <= host.min() and host.max() <= limits.max):
         host = host.astype(np.int32)
     return to_home(host, like)
 
@@ -78,6 +79,8 @@ def pack_scale(op: str, name: str, scale: Any, device: int) -> bytes:
             raise ValueError(
                 f"{op}: {name} is on device {scale.data.device_id}, the cache on {device}"
             )
+        if scale.data.ptr % FLOAT32.itemsize:
+            raise ValueError(f"{op}: {name} must be aligned to its 4-byte element")
         return _pack_scale(scale.data.ptr, 0.0)
     return _pack_scale(0, host_scale(op, name, scale))
 
@@ -89,4 +92,7 @@ def host_scale(op: str, name: str, scale: Any) -> float:
     array = np.asarray(scale)
     if array.size != 1 or (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16"):
         raise TypeError(f"{op}: {name} must be one number, got {scale!r}")
-    return float(array.reshape(()).astype(np.float64))
+    value = float(array.reshape(()).astype(np.float64))
+    if not abs(value) <= np.finfo(np.float32).max:
+        raise ValueError(f"{op}: {name} must be a finite float32, got {scale!r}")
+    return value

@@ -42,15 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("cukv")
 
 _PACKAGE = Path(__file__).parent
-# A wheel carries the sources inside the package; a checkout has them beside it, where the
-# project's own pyproject.toml tells them from another distribution named "kernels".
-ROOT = (
-    _PACKAGE.parent / "kernels"
-    if (_PACKAGE.parent / "pyproject.toml").exists()
-    else _PACKAGE / "kernels"
-)
+# A wheel carries the sources inside the package; a checkout has them beside it.
+ROOT = next(p for p in (_PACKAGE / "kernels", _PACKAGE.parent / "kernels") if p.exists())
 
-# CTA sizes. Only SCAN_THREADS is written in the kernels too (common/scan.cuh).
+# CTA sizes. SCAN_THREADS is written in kernels/common/scan.cuh too.
 SCAN_THREADS = 1024
 _THREADS = 256
 _WARP = 32
@@ -74,7 +69,7 @@ ONE_SCAN = (1, SCAN_THREADS)  # grid and CTA of a prefix sum
 
 @functools.cache
 def source(name: str) -> str:
-    """Text of ``kernels/<name>.cu`` followed by nothing: includes stay includes."""
+    """Text of ``kernels/<name>.cu``; includes stay includes."""
     return (ROOT / f"{name}.cu").read_text(encoding="utf-8")
 
 
@@ -266,18 +261,32 @@ class _Staging(threading.local):
     """Where this thread packs a launch's parameters; the driver copies them during the call."""
 
     def __init__(self) -> None:
+        # A thread's first launch needs a context; the driver's call, unlike CuPy's, makes none.
+        if is_available():
+            cp.cuda.runtime.setDevice(getDevice())
         self.memory = (ctypes.c_char * 4096)()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))
         self.address = ctypes.addressof(self._pointers)
 
 
-_STAGING = _Staging()
+@functools.cache
+def _staging() -> _Staging:
+    return _Staging()  # not at import, which must touch no GPU
 
 
 class Kernel:
     """One loaded specialisation; calling it launches it on CuPy's current stream."""
 
-    __slots__ = ("_count", "_device", "_function", "_name", "_pack_into", "_raw", "_values")
+    __slots__ = (
+        "_count",
+        "_device",
+        "_function",
+        "_name",
+        "_pack_into",
+        "_raw",
+        "_staging",
+        "_values",
+    )
 
     def __init__(self, name: str, device: int, raw: Any) -> None:
         layout = struct_layout(_params_struct(name), name)
@@ -288,6 +297,7 @@ class Kernel:
         names = layout.names
         self._values = itemgetter(*names) if len(names) > 1 else lambda params: (params[names[0]],)
         self._count = len(names)
+        self._staging = _staging()
 
     def __call__(self, grid: int, cta: int, smem_bytes: int = 0, /, **params: Any) -> None:
         """Launch ``grid`` CTAs of ``cta`` threads. Parameters are the fields of the struct."""
@@ -297,7 +307,7 @@ class Kernel:
             with cp.cuda.Device(self._device):
                 self(grid, cta, smem_bytes, **params)
             return
-        staging = _STAGING
+        staging = self._staging
         self._pack_into(staging.memory, 0, *self._values(params))
         stream = get_current_stream().ptr
         address = staging.address

@@ -57,6 +57,9 @@ class Noun:
             raise CudaUnavailableError(f"{type(self).__name__}.to_device")
         return self._map(_as_bytes(cp.asarray))
 
+    def __copy__(self: Self) -> Self:
+        return self._map(lambda a: a)
+
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         return self._map(_as_bytes(_copy))
 

@@ -8,7 +8,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import FP8, Array, alignment, as_dtype, device_of, empty, home
+from cukv._arrays import FP8, Array, alignment, as_dtype, device_of, empty, home, keep_for_replays
 from cukv._check import check_indptr, match, match_index
 from cukv._check import values as host_values
 from cukv._index import (
@@ -45,13 +45,12 @@ _MAX_MOVES = 64  # signatures that a cache remembers; strides of HND rows change
 class PagePair:
     """The two storage arrays of a cache, under one page table."""
 
-    __slots__ = ("_append_moves", "_captured", "first", "page_size", "second")
+    __slots__ = ("_append_moves", "first", "page_size", "second")
 
     def __init__(self, first: Pages, second: Pages) -> None:
         self.first, self.second = first, second
         self.page_size = int(first.array.shape[1])
         self._append_moves: dict[tuple[Any, ...], AppendMove] = {}
-        self._captured: list[Array] = []  # scratch that replays of graphs write to
 
     def __iter__(self) -> Iterator[Pages]:
         return iter((self.first, self.second))
@@ -81,22 +80,22 @@ class PagePair:
         move = self._append_move(op, k, v, table)
         nnz, batch_size, like = k.shape[0], table.batch_size, table.indptr
         _check_row_arguments(op, nnz, batch_size, indptr, batch_indices, positions)
+        k_factor = _append_scale(op, self.first, k_scale)
+        v_factor = _append_scale(op, self.second, v_scale)
         if isinstance(k, np.ndarray):
-            pairs = ((self.first, k_scale), (self.second, v_scale))
-            scales = [_append_scale(op, pages, scale, None) for pages, scale in pairs]
-            self._append_on_host(op, (k, v), table, indptr, batch_indices, positions, scales)
+            factors = (k_factor, v_factor)
+            self._append_on_host(op, (k, v), table, indptr, batch_indices, positions, factors)
             return
         rows = batch = token = NO_INDEX
         if indptr is not None:
+            # Kept until the launch, as those below: memory freed before it could become another's.
+            indptr = as_index(op, "indptr", indptr, like)
             rows = pack_index_argument(op, "indptr", indptr, batch_size + 1, like)
         elif positions is not None:
-            # Kept until the launch: memory freed before it could become the next argument's.
             batch_indices = as_index(op, "batch_indices", batch_indices, like)
             positions = as_index(op, "positions", positions, like)
             batch = pack_index_argument(op, "batch_indices", batch_indices, nnz, like)
             token = pack_index_argument(op, "positions", positions, nnz, like)
-        k_factor = _append_scale(op, self.first, k_scale, self.first.device)
-        v_factor = _append_scale(op, self.second, v_scale, self.first.device)
         if nnz == 0 or batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]:
             return
 
@@ -143,7 +142,7 @@ class PagePair:
         indptr: Array | None,
         batch_indices: Array | None,
         positions: Array | None,
-        scales: list[float],
+        scales: tuple[float, float],
     ) -> None:
         nnz, like = len(rows[0]), table.indptr
         table.validate(self.first.array.shape[0])
@@ -183,15 +182,14 @@ class PagePair:
         if length < 0:
             raise ValueError(f"{op}: nnz must be 0 or more, got {nnz}")
         to = [p.dtype if dtype is None else as_dtype(op, "dtype", dtype) for p in self]
-        for pages, kind, scale in zip(self, to, scales, strict=True):
-            _check_gather_scale(op, pages, kind, scale)
+        factors = [_gather_scale(op, *each) for each in zip(self, to, scales, strict=True)]
         if xp is np:
             table.validate(self.first.array.shape[0])
         indptr = table.token_indptr
         gather = _gather_on_host if xp is np else _gather_array
         first, second = (
-            gather(op, pages, table, indptr, length, kind, scale)
-            for pages, kind, scale in zip(self, to, scales, strict=True)
+            gather(op, pages, table, indptr, length, kind, factor)
+            for pages, kind, factor in zip(self, to, factors, strict=True)
         )
         return first, second, indptr
 
@@ -213,9 +211,7 @@ class PagePair:
             if xp is np:
                 reference.copy_pages(pages.array, src, dst)
             elif len(src) and pages.array.size:
-                scratch = _copy_array(op, pages, src, dst)
-                if cp.cuda.get_current_stream().is_capturing():
-                    self._captured.append(scratch)
+                keep_for_replays(_copy_array(op, pages, src, dst))
 
 
 def _check_row_arguments(
@@ -239,30 +235,35 @@ def _check_row_arguments(
         raise ValueError(f"{op}: give indptr, or batch_indices and positions, or none of them")
 
 
-def _append_scale(op: str, pages: Pages, scale: Any, device: int | None) -> Any:
-    """Pack a scale (or give it as a float, for NumPy); only fp8 pages hold scaled values."""
-    if device is not None and type(scale) is float and scale == 1.0:
-        return UNIT_SCALE
+def _parse_scale(op: str, pages: Pages, scale: Any) -> Any:
+    """Pack a scale for a kernel, or give it as a float for NumPy."""
     name = f"{pages.name}_scale"
-    packed = host_scale(op, name, scale) if device is None else pack_scale(op, name, scale, device)
-    if packed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
+    if pages.device < 0:
+        return host_scale(op, name, scale)
+    return pack_scale(op, name, scale, pages.device)
+
+
+def _append_scale(op: str, pages: Pages, scale: Any) -> Any:
+    """Parse the scale of rows to append; only fp8 pages hold scaled values."""
+    parsed = _parse_scale(op, pages, scale)
+    if parsed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
         shown = "an array on the GPU" if isinstance(scale, cp.ndarray) else scale
         raise ValueError(
-            f"{op}: {name} must be 1.0, got {shown}: only fp8 pages hold scaled values, "
-            f"these are {pages.dtype.name}"
+            f"{op}: {pages.name}_scale must be 1.0, got {shown}: only fp8 pages hold scaled "
+            f"values, these are {pages.dtype.name}"
         )
-    return packed
+    return parsed
 
 
-def _check_gather_scale(op: str, pages: Pages, dtype: np.dtype[Any], scale: Any) -> None:
-    """Refuse a scale where rows keep the cache's bits."""
-    name = f"{pages.name}_scale"
-    given = isinstance(scale, cp.ndarray) or host_scale(op, name, scale) != 1.0
-    if given and dtype == pages.dtype:
+def _gather_scale(op: str, pages: Pages, dtype: np.dtype[Any], scale: Any) -> Any:
+    """Parse the scale of rows to gather; rows that keep the cache's bits take none."""
+    name, parsed = f"{pages.name}_scale", _parse_scale(op, pages, scale)
+    if parsed not in (1.0, UNIT_SCALE) and dtype == pages.dtype:
         raise ValueError(
             f"{op}: {name} must be 1.0 where rows keep the cache's dtype and bits; "
             "name another dtype to get values times scale"
         )
+    return parsed
 
 
 def _gather_on_host(
@@ -272,13 +273,12 @@ def _gather_on_host(
     token_indptr: Array,
     nnz: int,
     dtype: np.dtype[Any],
-    scale: Any,
+    factor: Any,
 ) -> Array:
     if token_indptr[-1] > nnz:
         raise ValueError(f"{op}: nnz must be at least {token_indptr[-1]} tokens, got {nnz}")
     rows = np.zeros((nnz, *pages.array.shape[2:]), dtype)
     to = None if dtype == pages.dtype else dtype
-    factor = host_scale(op, f"{pages.name}_scale", scale)
     csr = (table.indptr, table.indices, table.last_page_len)
     found = reference.gather(pages.array, *csr, to, factor)
     rows[: len(found)] = found
@@ -292,11 +292,10 @@ def _gather_array(
     token_indptr: Array,
     nnz: int,
     dtype: np.dtype[Any],
-    scale: Any,
+    factor: Any,
 ) -> Array:
     cache = pages.array
     rows = empty(op, (nnz, *cache.shape[2:]), dtype, cp, like=cache)
-    factor = pack_scale(op, f"{pages.name}_scale", scale, pages.device)
     if rows.size == 0 or table.batch_size == 0:
         return rows
     fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, dtype)
@@ -309,7 +308,7 @@ def _gather_array(
         table=table.packed,
         token_indptr=pack_index(token_indptr),
         cache=pages.packed,
-        rows=pack_rows(rows.data.ptr, shares),
+        rows=pack_rows(rows.data.ptr, *shares),
         scale=factor,
         nnz=nnz,
     )
@@ -341,7 +340,7 @@ def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> Array:
             ctas,
             MOVE_THREADS,
             cache=pages.packed,
-            scratch=pack_rows(scratch.data.ptr, shares),
+            scratch=pack_rows(scratch.data.ptr, *shares),
             src=pack_index(src),
             dst=pack_index(dst),
             page_size=page_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -15,7 +14,7 @@ from cukv._kernels import Kernel, kernel, num_sms, packer
 from cukv._specialisations import vector_size
 
 _pack_pages = packer("Pages")
-_pack_rows = packer("Rows")
+pack_rows = packer("Rows")
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -25,6 +24,7 @@ _FEW_MOVE_THREADS = 128  # for few rows, whose time is the latency of one CTA
 _SLOT_THREADS = 32
 _MAX_ROWS_PER_CTA = 256  # kernels/common/rows.cuh
 _CTAS_PER_SM = 7
+_MAX_DEALT = 64  # numbers of rows that are remembered
 _VECS_PER_THREAD = 3  # 2 pay too little for finding slots, 4 walk too far apart: 138, 134, 135 us
 
 
@@ -111,11 +111,6 @@ class Deal:
         return (*self._strides, *self._divisors, rows, 0), num_ctas
 
 
-def pack_rows(pointer: int, shares: tuple[Any, ...]) -> bytes:
-    """Give dealt rows at an address as kernels/common/rows.cuh's Rows."""
-    return _pack_rows(pointer, *shares)
-
-
 class _Dealt(NamedTuple):
     """A launch of ``append`` for a number of rows, but for addresses."""
 
@@ -149,8 +144,7 @@ class AppendMove:
             self._device, vec = k_cache.device, vector_size(*self._dtypes.values())
             self._vec = vec if all(fit.takes(vec) for fit in fits) else 1
             self._deals = {n: (Deal(k, fits[0], n), Deal(v, fits[1], n)) for n in {1, self._vec}}
-            # The layers of a step have equally many rows: their launch is worked out once.
-            self._dealt = functools.lru_cache(maxsize=16)(self._deal)
+            self._dealt: dict[tuple[int, int], _Dealt] = {}
 
     def launch(self, k_pointer: int, v_pointer: int, nnz: int, **params: Any) -> None:
         """Launch for rows at these addresses."""
@@ -159,17 +153,18 @@ class AppendMove:
             vec, size = 1, self._dtypes["FROM"].itemsize
             if pointers % size:
                 raise ValueError(f"{self._op}: rows must be aligned to their {size}-byte elements")
-        dealt = self._dealt(vec, nnz)
+        dealt = self._dealt.get((vec, nnz)) or self._deal(vec, nnz)
         dealt.append(
             dealt.grid,
             dealt.threads,
-            k=_pack_rows(k_pointer, *dealt.k),
-            v=_pack_rows(v_pointer, *dealt.v),
+            k=pack_rows(k_pointer, *dealt.k),
+            v=pack_rows(v_pointer, *dealt.v),
             **dealt.params,
             **params,
         )
 
     def _deal(self, vec: int, nnz: int) -> _Dealt:
+        """Work out a launch, and remember it: steps repeat their number of rows."""
         k_deal, v_deal = self._deals[vec]
         ctas = resident_ctas(self._device)
         # Few rows are all on their way at once, and then gain from leaving the L2 first.
@@ -179,4 +174,8 @@ class AppendMove:
         v, v_ctas = v_deal.shares(nnz, ctas, threads)
         append = kernel("append", self._device, **self._dtypes, VEC=vec)
         params = {"k_ctas": k_ctas, "v_ctas": v_ctas, "nnz": nnz, "evict_first": few}
-        return _Dealt(append, k_ctas + v_ctas, threads + _SLOT_THREADS, k, v, params)
+        if len(self._dealt) >= _MAX_DEALT:
+            self._dealt.clear()
+        dealt = _Dealt(append, k_ctas + v_ctas, threads + _SLOT_THREADS, k, v, params)
+        self._dealt[vec, nnz] = dealt
+        return dealt

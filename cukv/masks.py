@@ -10,8 +10,18 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import DTYPES, INDEX_DTYPES, Array, as_array, empty, home
-from cukv._check import check_indptr, match, match_index, values
+from cukv._arrays import (
+    DTYPES,
+    INDEX_DTYPES,
+    Array,
+    as_array,
+    concatenate,
+    empty,
+    home,
+    keep_for_replays,
+    set_to_zero,
+)
+from cukv._check import check_indptr, match, match_aligned, match_index, values
 from cukv._index import as_index, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_warp, packer
 from cukv._noun import ArrayNoun
@@ -92,14 +102,14 @@ class RaggedMask(ArrayNoun):
         if not len(masks):
             raise ValueError(f"{op}: needs one mask at least: none has no home")
         parts = [as_array(op, f"masks[{i}]", m) for i, m in enumerate(masks)]
-        xp = home(op, **{f"masks[{i}]": m for i, m in enumerate(parts)})
+        home(op, **{f"masks[{i}]": m for i, m in enumerate(parts)})
         qo_indptr, kv_indptr = [0], [0]
         for i, part in enumerate(parts):
             match(op, f"masks[{i}]", part, ("qo_len", "kv_len"), {})
             _match_bool(op, f"masks[{i}]", part)
             qo_indptr.append(qo_indptr[-1] + part.shape[0])
             kv_indptr.append(kv_indptr[-1] + part.shape[1])
-        return cls(xp.concatenate([p.reshape(-1) for p in parts]), qo_indptr, kv_indptr)
+        return cls(concatenate([p.reshape(-1) for p in parts]), qo_indptr, kv_indptr)
 
     @property
     def batch_size(self) -> int:
@@ -149,7 +159,10 @@ class RaggedMask(ArrayNoun):
         """
         if self._home() is np:
             self.validate()
-        data, byte_indptr = segment_packbits(self.data, self.indptr)
+        indptr = self.indptr
+        data, byte_indptr = segment_packbits(self.data, indptr)
+        if self._home() is cp:
+            keep_for_replays(indptr)
         return PackedMask(data, self.qo_indptr, self.kv_indptr, byte_indptr)
 
     def validate(self) -> None:
@@ -222,9 +235,11 @@ class PackedMask(ArrayNoun):
         given: Array | None = self._indptr  # type: ignore[attr-defined]
         if given is not None:
             return given
-        return _byte_indptr(
-            "PackedMask.indptr", _mask_indptr("PackedMask.indptr", self.qo_indptr, self.kv_indptr)
-        )
+        op = "PackedMask.indptr"
+        elements = _mask_indptr(op, self.qo_indptr, self.kv_indptr)
+        if self._home() is cp:
+            keep_for_replays(elements)
+        return _byte_indptr(op, elements)
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -285,7 +300,10 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
         with np.errstate(invalid="ignore"):  # NaN is True
             return reference.packbits(x, bitorder)
     if x.ndim != 1:
-        x = x.reshape(-1)
+        with x.device:
+            x = x.reshape(-1)
+        keep_for_replays(x)
+    match_aligned(op, "x", x)
     size = x.shape[0]
     out = empty(op, (-(-size // 8),), _UINT8, cp, like=x)
     if size == 0:
@@ -341,6 +359,7 @@ def segment_packbits(x: Array, indptr: Array, bitorder: BitOrder = "little") -> 
             packed, byte_indptr = reference.segment_packbits(x, indptr, bitorder)
         out[: len(packed)] = packed
         return out, byte_indptr
+    match_aligned(op, "x", x)
     out, byte_indptr = empty(op, (size,), _UINT8, cp, like=x), _byte_indptr(op, indptr)
     if size == 0:
         return out, byte_indptr
@@ -423,6 +442,9 @@ def _mask_indptr(op: str, qo_indptr: Array, kv_indptr: Array) -> Array:
     if isinstance(qo_indptr, np.ndarray):
         return _host_mask_indptr(op, values(qo_indptr), values(kv_indptr), _NO_LIMIT)
     out = empty(op, (len(qo_indptr),), _INT64, cp, like=qo_indptr)
+    if len(out) == 1:
+        set_to_zero(out)
+        return out
     kernel("mask_indptr", out.data.device_id)(
         *ONE_SCAN,
         qo_indptr=pack_index(qo_indptr),
@@ -437,6 +459,9 @@ def _byte_indptr(op: str, indptr: Array) -> Array:
     if isinstance(indptr, np.ndarray):
         return np.concatenate([[0], np.cumsum(-(-np.diff(indptr) // 8))]).astype(_INT64)
     out = empty(op, (len(indptr),), _INT64, cp, like=indptr)
+    if len(out) == 1:
+        set_to_zero(out)
+        return out
     kernel("byte_indptr", out.data.device_id)(
         *ONE_SCAN, indptr=pack_index(indptr), byte_indptr=pack_index(out)
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from cukv import reference
 from cukv._arrays import FLOAT32, Array, alignment, as_array, empty, home, read_only_reason
-from cukv._check import match, match_dtype, match_rows, match_writable
+from cukv._check import match, match_aligned, match_dtype, match_rows, match_writable
 from cukv._kernels import kernel, one_per_thread, struct_layout
 from cukv._specialisations import STATE_DTYPES, vector_size
 
@@ -132,6 +132,7 @@ def _match_state(op: str, o_name: str, o: Array, lse_name: str, lse: Array, xp: 
     match_dtype(op, o_name, o, *STATE_DTYPES, *extra)
     match_dtype(op, lse_name, lse, FLOAT32, *extra)
     match_rows(op, o_name, o)
+    match_aligned(op, lse_name, lse)
     if not o.shape[-1]:
         raise ValueError(f"{op}: {o_name} must have a head_dim of 1 or more, got {list(o.shape)}")
 
@@ -143,6 +144,8 @@ def _outputs(
     if out is None:
         lse = empty(op, shape[:2], FLOAT32, xp, like=like)
         return empty(op, shape, like.dtype, xp, like=like), lse
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"{op}: out must be a pair (o, lse) of arrays, got {type(out)}")
     o, lse = (as_array(op, f"out[{i}]", x) for i, x in enumerate(out))
     home(op, o=like, **{"out[0]": o, "out[1]": lse})
     dims: dict[str, int | None] = dict(zip(("n", "heads", "head_dim"), shape, strict=True))

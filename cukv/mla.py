@@ -418,6 +418,7 @@ class MLAPagedCache(ArrayNoun):
         key = plan_key(
             q_nope,
             cache=(self.page_size, self.head_dim_kpe, self.dtype.name, self.kpe_dtype.name),
+            batch_size=table.batch_size,
             indices=len(table.indices),
             qo_indptr=qo_indptr is not None,
             causal=bool(causal),

@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import INDEX_DTYPES, Array, as_array, device_of, empty, home
+from cukv._arrays import INDEX_DTYPES, Array, as_array, device_of, empty, home, set_to_zero
 from cukv._check import check_indptr, match_index, values
 from cukv._index import as_index, pack_divisor, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_thread, packer
@@ -236,9 +236,11 @@ class PageTable(Noun):
             found = definition(self.indptr, self.last_page_len, self.page_size)
             return found.astype(dtype)
         out = empty(f"PageTable.{name}", (size,), dtype, cp, like=self.indptr)
-        if out.size:
+        if self.batch_size:
             geometry = one_per_thread(size) if name == "seq_lens" else ONE_SCAN
             kernel(name, self.device)(*geometry, table=self.packed, **{name: pack_index(out)})
+        else:
+            set_to_zero(out)  # at most the 0 that an indptr starts with
         return out
 
     def seq_lens_list(self) -> list[int]:
@@ -377,6 +379,9 @@ def page_indptr(seq_lens: Array, page_size: int, dtype: np.dtype[Any]) -> tuple[
     op = "PageTable"
     indptr = empty(op, (len(seq_lens) + 1,), dtype, cp, like=seq_lens)
     last_page_len = empty(op, (len(seq_lens),), dtype, cp, like=seq_lens)
+    if not len(seq_lens):
+        set_to_zero(indptr)
+        return indptr, last_page_len
     kernel("page_indptr", seq_lens.data.device_id)(
         *ONE_SCAN,
         seq_lens=pack_index(seq_lens),
@@ -426,10 +431,8 @@ def _checked_capacity(
     """Pages that lengths on the host need, or the capacity asked for if that is enough."""
     _check_lens(op, lens, page_size)
     needed = int((-(-lens // page_size)).sum())
-    capacity = needed if num_pages is None else num_pages
-    if pages is not None:
-        capacity = min(len(pages), capacity if num_pages is not None else needed)
-    if needed > capacity or (pages is not None and needed > len(pages)):
-        have = len(pages) if pages is not None else capacity
+    limits = [n for n in (num_pages, None if pages is None else len(pages)) if n is not None]
+    have = min(limits, default=needed)
+    if needed > have:
         raise ValueError(f"{op}: the lengths need {needed} pages, got {have}")
-    return capacity
+    return have if num_pages is not None else needed

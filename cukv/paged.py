@@ -29,7 +29,13 @@ from cukv._noun import ArrayNoun
 from cukv._pages import PagePair
 from cukv._plan import Plan
 from cukv._rows import Pages
-from cukv.ragged import RaggedTensor, as_rows, check_layout, require_ragged, swap_layout
+from cukv.ragged import (
+    RaggedTensor,
+    as_rows,
+    check_layout,
+    require_ragged,
+    swap_layout,
+)
 
 if TYPE_CHECKING:
     from cukv.page_table import PageTable
@@ -204,7 +210,8 @@ class PagedKVCache(ArrayNoun):
         """Write new K and V rows, in place, into pages that ``table`` already owns. One launch.
 
         Where rows go is found from ``indptr``, from ``batch_indices`` and ``positions``, or, with
-        none of them, is the last token of each request in turn.
+        none of them, is the last token of each request in turn. A RaggedTensor's own indptr is
+        not consulted: pass it as ``indptr``.
 
         Parameters
         ----------
@@ -233,8 +240,8 @@ class PagedKVCache(ArrayNoun):
 
         Notes
         -----
-        Of two rows for one slot either may land. Current stream, no synchronisation. Source:
-        kernels/append.cu.
+        Of two rows for one slot either may land, element by element. Current stream, no
+        synchronisation. Source: kernels/append.cu.
         """
         op = "PagedKVCache.append"
         rows = (as_rows(op, "k", k), as_rows(op, "v", v))
@@ -551,6 +558,7 @@ return_lse
         key = plan_key(
             rows,
             cache=(self.page_size, self.num_kv_heads, self.head_dim_vo, self.dtype.name),
+            batch_size=table.batch_size,
             indices=len(table.indices),
             causal=bool(causal),
             window_left=check_window(op, window_left),

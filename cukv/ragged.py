@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import FP8, Array, as_array, home
+from cukv._arrays import Array, as_array, concatenate, home
 from cukv._attention import (
     Mask,
     check_heads,
@@ -24,7 +24,7 @@ from cukv._attention import (
     require_plan,
     run_on_host,
 )
-from cukv._check import check_indptr, match, match_dtype, match_index, values
+from cukv._check import bits_hint, check_indptr, match, match_dtype, match_index, values
 from cukv._index import as_index
 from cukv._noun import ArrayNoun
 from cukv._plan import Plan
@@ -84,6 +84,8 @@ class RaggedTensor(ArrayNoun):
         home(op, data=data, indptr=indptr)
         axes = ("nnz", "num_heads") if self.layout == "NHD" else ("num_heads", "nnz")
         match(op, "data", data, (*axes, "head_dim"), {})
+        if hint := bits_hint(data.dtype):
+            raise TypeError(f"{op}: data must be of a float dtype, got {data.dtype.name}{hint}")
         match_index(op, "indptr", indptr)
         if not len(indptr):
             raise ValueError(f"{op}: indptr must be [batch_size + 1], got [0]")
@@ -111,7 +113,7 @@ class RaggedTensor(ArrayNoun):
         if not len(arrays):
             raise ValueError(f"{op}: needs one array at least: none has no shape, dtype or home")
         parts = [as_array(op, f"arrays[{i}]", a) for i, a in enumerate(arrays)]
-        xp = home(op, **{f"arrays[{i}]": a for i, a in enumerate(parts)})
+        home(op, **{f"arrays[{i}]": a for i, a in enumerate(parts)})
         axis = 0 if layout == "NHD" else 1
         dims: dict[str, int | None] = {}
         for i, part in enumerate(parts):
@@ -122,10 +124,7 @@ class RaggedTensor(ArrayNoun):
         indptr = [0]
         for part in parts:
             indptr.append(indptr[-1] + part.shape[axis])
-        # CuPy cannot concatenate fp8, which is joined as the bytes it is.
-        dtype = parts[0].dtype
-        bits = [p.view(np.uint8) for p in parts] if dtype in FP8 else parts
-        return cls(xp.concatenate(bits, axis=axis).view(dtype), indptr, layout)
+        return cls(concatenate(parts, axis), indptr, layout)
 
     # --------------------------------------------------------------------------------- properties
 
@@ -171,11 +170,15 @@ class RaggedTensor(ArrayNoun):
         """Rows of request ``i``, a view in this layout. Synchronises if the indptr is on a GPU."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"RaggedTensor: request {i} of {len(self)}")
+        if isinstance(self.indptr, np.ndarray):
+            self.validate()
         start, stop = (int(x) for x in values(self.indptr[i % len(self) :][:2]))
         return self.data[start:stop] if self.layout == "NHD" else self.data[:, start:stop]
 
     def __iter__(self) -> Iterator[Array]:
         """Views of the requests in turn. Synchronises once if the indptr is on a GPU."""
+        if isinstance(self.indptr, np.ndarray):
+            self.validate()
         indptr = values(self.indptr)
         for start, stop in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True):
             yield self.data[start:stop] if self.layout == "NHD" else self.data[:, start:stop]
@@ -353,6 +356,7 @@ class RaggedTensor(ArrayNoun):
         key = plan_key(
             self.rows,
             k=(tuple(k.rows.shape), k.dtype.name),
+            batch_size=self.batch_size,
             causal=bool(causal),
             window_left=check_window(op, window_left),
             mask=custom_mask,

@@ -197,14 +197,9 @@ def copy_pages(cache: Array, src: Array, dst: Array) -> None:
 # Masks
 
 
-def _truth(x: Array) -> Bool:
-    """Return where x is not zero; NaN is not, whatever a dtype of 8 or 16 bits says of itself."""
-    return np.asarray((x if x.dtype.isbuiltin == 1 else x.astype(np.float64)) != 0, np.bool_)
-
-
 def packbits(x: Array, bitorder: BitOrder = "little") -> npt.NDArray[np.uint8]:
     """Return the truth values of x, flattened, eight to a byte; NaN is True, the tail is 0."""
-    return np.packbits(_truth(np.asarray(x).reshape(-1)), bitorder=bitorder)
+    return np.packbits(np.asarray(x).reshape(-1) != 0, bitorder=bitorder)
 
 
 def segment_packbits(
@@ -218,7 +213,7 @@ def segment_packbits(
     byte_indptr = _prefix_sum(-(-np.diff(indptr) // 8))
     segment, bit = _elements(indptr)
     bits = np.zeros(8 * byte_indptr[-1], np.bool_)
-    bits[8 * byte_indptr[segment] + bit] = _truth(x[: indptr[-1]])
+    bits[8 * byte_indptr[segment] + bit] = x[: indptr[-1]] != 0
     return packbits(bits, bitorder), byte_indptr
 
 

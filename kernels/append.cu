@@ -36,11 +36,10 @@ struct AppendParams {
 static_assert(sizeof(AppendParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 // Rows are guessed to be spread evenly over the requests, so that for even batches everything the
-// row needs is read at once; where the guess is wrong a search follows.
+// row needs is read at once; where the guess is wrong a search follows, of each lane for its row.
 __device__ __forceinline__ Slot slot_from_indptr(const AppendParams& p, int64_t row) {
     const int32_t last_request = static_cast<int32_t>(p.table.batch_size) - 1;
-    const int32_t guess =
-        static_cast<int32_t>((static_cast<int32_t>(row) + 0.5f) * p.requests_per_row);
+    const int32_t guess = __float2int_rz((row + 0.5f) * p.requests_per_row);  // saturates
     int32_t request_idx = min(guess, last_request);
     const int64_t first_row = p.indptr[request_idx];
     int64_t end_row = p.indptr[request_idx + 1];

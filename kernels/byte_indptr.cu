@@ -3,8 +3,7 @@
 //   byte_indptr[0] = 0,  byte_indptr[s + 1] = byte_indptr[s] + ceil(len[s] / 8),
 //   len[s] = indptr[s + 1] - indptr[s]
 //
-// One CTA, neighbouring threads on neighbouring segments. A negative length counts as 0, so the sum
-// never falls.
+// One CTA, neighbouring threads on neighbouring segments. A negative length counts as 0.
 // Host: cukv/masks.py segment_packbits, PackedMask.indptr
 // Reference: cukv/reference.py segment_packbits
 #include "common/scan.cuh"

@@ -233,8 +233,7 @@ __global__ void __launch_bounds__(128, 5)
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
             if (owned && feats[vec] < p.head_dim) {
-                auto* at = reinterpret_cast<Vec<TO, VEC>*>(out + feats[vec] * int64_t{sizeof(TO)});
-                *at = state.template result<TO>(vec);
+                store_vec(out + feats[vec] * int64_t{sizeof(TO)}, state.template result<TO>(vec));
             }
         }
     }

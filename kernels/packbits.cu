@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256) packbits(const __grid_constant__ Packbits
     // 2 its words
     uint32_t words[TILE_ROWS];
     if (BYTES == 1 && p.x.has_vectors(first)) {
-        pack_vectors(p.x.data + first, words);
+        pack_vectors(p.x, first, words);
     } else {
 #pragma unroll
         for (int row = 0; row < TILE_ROWS; ++row) {

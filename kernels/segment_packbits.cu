@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(256)
     uint32_t words[TILE_ROWS] = {};
     if (first >= 0 && first <= end_element(p, low) - TILE_BITS) {
         if (BYTES == 1 && p.x.has_vectors(first)) {
-            pack_vectors(p.x.data + first, words);
+            pack_vectors(p.x, first, words);
         } else {
 #pragma unroll
             for (int row = 0; row < TILE_ROWS; ++row) {

@@ -21,7 +21,9 @@ import pytest
 
 TREE = Path(__file__).parent.parent
 PATH = TREE / "tests" / "gpu_record.json"
-HOST_SOURCES = ("cukv/_kernels.py", "cukv/_specialisations.py", "cukv/_plan.py")
+HOST_SOURCES = tuple(
+    f"cukv/{name}.py" for name in ("_kernels", "_plan", "_rows", "_specialisations")
+)
 COLLECT = ("-m", "pytest", "--collect-only", "-q", "-m", "gpu and not long", "tests")
 HOW_TO = (
     "on a machine with a GPU, in the project's root: CUKV_REQUIRE_GPU=1 python3 -m pytest tests"

@@ -262,7 +262,7 @@ def test_a_launch_packs_parameters_by_name(fake_gpu):
     launch(3, 128, 64, page_size=16, **backwards)
     (arguments,) = fake_gpu
     assert arguments[1:8] == (3, 1, 1, 128, 1, 1, 64)
-    packed = bytes(_kernels._STAGING.memory)[: layout.size]
+    packed = bytes(_kernels._staging().memory)[: layout.size]
     assert packed == b"".join(values.values()) + (16).to_bytes(8, "little")
 
 
@@ -287,4 +287,4 @@ def test_a_launch_with_missing_or_unknown_parameters_raises(fake_gpu):
 def test_every_parameter_struct_fits_the_staging_memory():
     for name in _kernels.specialisations():
         struct_name = _kernels._params_struct(name)
-        assert _kernels.struct_layout(struct_name, name).size <= len(_kernels._STAGING.memory)
+        assert _kernels.struct_layout(struct_name, name).size <= len(_kernels._staging().memory)

@@ -307,3 +307,30 @@ def test_a_field_that_the_host_cannot_pack_raises(field, kernel_sources):
     (kernel_sources / "probe.cu").write_text(text)
     with pytest.raises(ValueError, match=r"one plain field per line|no struct (Missing|double)"):
         _kernels.struct_layout("ProbeParams", "probe")
+
+
+@pytest.mark.parametrize(
+    ("file", "constant", "module", "name"),
+    [
+        ("common/scan.cuh", "SCAN_THREADS", "_kernels", "SCAN_THREADS"),
+        ("common/rows.cuh", "MAX_ROWS_PER_CTA", "_rows", "_MAX_ROWS_PER_CTA"),
+        ("merge_states.cu", "VECS_PER_LANE", "merge", "_VECS_PER_LANE"),
+    ],
+)
+def test_a_constant_of_both_sides_is_one_number(file, constant, module, name):
+    text = (_kernels.ROOT / file).read_text(encoding="utf-8")
+    (number,) = re.findall(rf"constexpr int {constant} = (\d+);", text)
+    assert getattr(importlib.import_module(f"cukv.{module}"), name) == int(number)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module", "name"),
+    [
+        ("gather", "_rows", "MOVE_THREADS"),
+        ("copy_pages", "_rows", "MOVE_THREADS"),
+        ("merge_states", "merge", "_CTA_THREADS"),
+    ],
+)
+def test_a_launch_has_as_many_threads_as_its_bounds_allow(kernel, module, name):
+    (number,) = re.findall(r"__launch_bounds__\((\d+)", _kernels.source(kernel))
+    assert getattr(importlib.import_module(f"cukv.{module}"), name) == int(number)

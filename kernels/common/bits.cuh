@@ -54,14 +54,18 @@ __device__ __forceinline__ uint32_t pack_8(uint32_t low, uint32_t high) {
     return __dp4a(high, 0x80402010u, __dp4a(low, 0x08040201u, 0u));
 }
 
-__device__ __forceinline__ uint32_t pack_16(uint4 x) {
-    return (pack_8(x.x, x.y) >> 7) | (pack_8(x.z, x.w) << 1);
+// Bits of 16 bytes; `keep` masks each of them, so that a float's sign alone is not truth.
+__device__ __forceinline__ uint32_t pack_16(uint4 x, uint32_t keep) {
+    return (pack_8(x.x & keep, x.y & keep) >> 7) | (pack_8(x.z & keep, x.w & keep) << 1);
 }
 
 // Words of the tile whose first element is at `first`, at any alignment. The lane packs aligned
 // vectors; where those start early, its bits move down and the next lane's fill them up.
-__device__ __forceinline__ void pack_vectors(const char* first, uint32_t (&words)[TILE_ROWS]) {
+__device__ __forceinline__ void pack_vectors(
+    const Elements& elements, int64_t first_element, uint32_t (&words)[TILE_ROWS]) {
     const int lane_idx = threadIdx.x % WARP_SIZE;
+    const char* first = elements.data + first_element;
+    const uint32_t keep = static_cast<uint32_t>(elements.truth_mask) * 0x01010101u;
     const int before = static_cast<int>(reinterpret_cast<uint64_t>(first) % 16);
     const uint4* vectors = reinterpret_cast<const uint4*>(first - before);
     uint4 x[TILE_ROWS][2], last = {};
@@ -75,13 +79,13 @@ __device__ __forceinline__ void pack_vectors(const char* first, uint32_t (&words
     }
 #pragma unroll
     for (int row = 0; row < TILE_ROWS; ++row) {
-        words[row] = pack_16(x[row][0]) | pack_16(x[row][1]) << 16;
+        words[row] = pack_16(x[row][0], keep) | pack_16(x[row][1], keep) << 16;
     }
     if (before != 0) {
 #pragma unroll
         for (int row = 0; row < TILE_ROWS; ++row) {
             // Lane 31 takes from lane 0, which passes on its word of the next row.
-            const uint32_t next_row = row + 1 < TILE_ROWS ? words[row + 1] : pack_16(last);
+            const uint32_t next_row = row + 1 < TILE_ROWS ? words[row + 1] : pack_16(last, keep);
             const uint32_t passed = lane_idx == 0 ? next_row : words[row];
             const uint32_t next = __shfl_sync(0xffffffffu, passed, (lane_idx + 1) % WARP_SIZE);
             words[row] = __funnelshift_r(words[row], next, before);
