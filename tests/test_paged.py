@@ -1006,6 +1006,30 @@ def test_appending_twice_gives_the_same_bits(rng):
 
 
 @pytest.mark.gpu
+def test_a_new_thread_appends_as_its_first_use_of_the_gpu(rng):
+    case = PagedCase((45, 8, 25, 22), dtype="float32")
+    cache, table = case.nouns(case.arrays(rng), cp)
+    rows = cp.full((4, 2, 64), 3, np.float32)
+    cache.append(rows * 0, rows * 0, table)  # loaded
+    cp.cuda.Device().synchronize()
+    failures = []
+
+    def work():
+        try:
+            cache.append(rows, rows, table)
+            cp.cuda.Device().synchronize()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failures
+    k, _ = cache.gather(table, nnz=100)
+    assert (to_numpy(k.data)[np.cumsum(case.kv_lens) - 1] == 3).all()
+
+
+@pytest.mark.gpu
 def test_threads_append_side_by_side(rng):
     case = PagedCase((45, 8, 25, 22), dtype="float32")
     arrays = case.arrays(rng)
