@@ -63,9 +63,11 @@ def is_available() -> bool:
 def as_dtype(op: str, name: str, dtype: Any) -> np.dtype[Any]:
     """Give the NumPy dtype of a dtype or its name, such as ``"bfloat16"``."""
     try:
-        return _NAMED[dtype] if isinstance(dtype, str) else _NAMED[np.dtype(dtype).name]
+        if dtype is not None:  # which NumPy takes for float64
+            return _NAMED[dtype] if isinstance(dtype, str) else _NAMED[np.dtype(dtype).name]
     except (KeyError, TypeError):
-        raise TypeError(f"{op}: {name} must be one of {list(_NAMED)}, got {dtype!r}") from None
+        pass
+    raise TypeError(f"{op}: {name} must be one of {list(_NAMED)}, got {dtype!r}") from None
 
 
 def empty(

@@ -70,9 +70,7 @@ def check_options(
 
     ``sinks`` must be in the home of ``like``.
     """
-    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"{op}: sm_scale must be finite, got {sm_scale}")
+    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else host_scale(op, "sm_scale", sm_scale)
     cap = None if logits_soft_cap is None else float(logits_soft_cap)
     if cap is not None and not 0 <= cap < math.inf:
         raise ValueError(f"{op}: logits_soft_cap must be 0 or more (0 = off), got {cap}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,25 @@ def match_aligned(op: str, name: str, array: Array) -> None:
         raise ValueError(f"{op}: {name} must be aligned to its {size}-byte elements")
 
 
+def whole_number(op: str, name: str, x: Any, low: int) -> int:
+    """Give an integer of ``low`` or more, as Python or NumPy have them; booleans are none."""
+    try:
+        number = operator.index(x)
+    except TypeError:
+        raise TypeError(f"{op}: {name} must be an integer, got {x!r}") from None
+    if isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{op}: {name} must be an integer, got {x!r}")
+    if number < low:
+        raise ValueError(f"{op}: {name} must be {low} or more, got {x}")
+    return number
+
+
+def require_table(op: str, table: Any) -> None:
+    """Raise unless ``table`` is a PageTable."""
+    if not hasattr(table, "last_page_len"):
+        raise TypeError(f"{op}: table must be a PageTable, got {type(table)}")
+
+
 def match_rows(op: str, name: str, array: Array) -> None:
     """Raise unless the last axis is contiguous and elements are aligned, as kernels read them."""
     size = array.dtype.itemsize
@@ -92,6 +112,15 @@ def values(array: Array) -> np.ndarray[Any, Any]:
     """Read an index array on the host, as int64. Synchronises if it is on a GPU."""
     host = array if isinstance(array, np.ndarray) else array.get()
     return np.asarray(host, dtype=np.int64)
+
+
+def narrow(op: str, found: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Give int64 values in a narrower dtype, or raise if they do not fit."""
+    large = np.flatnonzero(found > np.iinfo(dtype).max)
+    if len(large):
+        i = int(large[0])
+        raise ValueError(f"{op}: entry {i} is {found[i]}, which {dtype.name} does not hold")
+    return found.astype(dtype)
 
 
 def check_indptr(op: str, name: str, indptr: np.ndarray[Any, Any], total: int, what: str) -> None:

@@ -94,5 +94,5 @@ def host_scale(op: str, name: str, scale: Any) -> float:
         raise TypeError(f"{op}: {name} must be one number, got {scale!r}")
     value = float(array.reshape(()).astype(np.float64))
     if not abs(value) <= np.finfo(np.float32).max:
-        raise ValueError(f"{op}: {name} must be a finite float32, got {scale!r}")
+        raise ValueError(f"{op}: {name} must be finite, got {scale}")
     return value

@@ -81,6 +81,15 @@ class ArrayNoun(Noun):
         """Export ``data``, zero-copy, ordered after CuPy's current stream."""
         return to_dlpack(self._exported(), **kwargs)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Give ``data`` to NumPy; data on a GPU is a TypeError, as ``to_host`` is not implied."""
+        array = self._exported()
+        if not isinstance(array, np.ndarray):
+            raise TypeError(
+                f"{type(self).__name__} is on a GPU: use .to_host() to copy it to NumPy"
+            )
+        return np.array(array, dtype=dtype, copy=copy)
+
     def __dlpack_device__(self) -> Any:
         """DLPack device of ``data``."""
         return self._exported().__dlpack_device__()

@@ -9,7 +9,7 @@ import numpy as np
 
 from cukv import reference
 from cukv._arrays import FP8, Array, alignment, as_dtype, device_of, empty, home, keep_for_replays
-from cukv._check import check_indptr, match, match_index
+from cukv._check import check_indptr, match, match_index, require_table, whole_number
 from cukv._check import values as host_values
 from cukv._index import (
     NO_INDEX,
@@ -56,7 +56,8 @@ class PagePair:
         return iter((self.first, self.second))
 
     def check_table(self, op: str, table: PageTable) -> None:
-        """Raise unless the table's pages are of this size."""
+        """Raise unless ``table`` is a page table of this page size."""
+        require_table(op, table)
         if table.page_size != self.page_size:
             raise ValueError(
                 f"{op}: the table's page_size is {table.page_size}, the cache's {self.page_size}"
@@ -77,6 +78,8 @@ class PagePair:
         v_scale: Any,
     ) -> None:
         """Write packed rows into the pages of both storage arrays, in one launch."""
+        if type(table).__name__ != "PageTable":
+            require_table(op, table)
         move = self._append_move(op, k, v, table)
         nnz, batch_size, like = k.shape[0], table.batch_size, table.indptr
         _check_row_arguments(op, nnz, batch_size, indptr, batch_indices, positions)
@@ -176,11 +179,11 @@ class PagePair:
         scales: tuple[Any, Any],
     ) -> tuple[Array, Array, Array]:
         """Copy every request's tokens out of both arrays: (first, second, token_indptr)."""
-        xp = home(op, cache=self.first.array, table=table.indptr)
         self.check_table(op, table)
-        length = len(table.indices) * table.page_size if nnz is None else int(nnz)
-        if length < 0:
-            raise ValueError(f"{op}: nnz must be 0 or more, got {nnz}")
+        xp = home(op, cache=self.first.array, table=table.indptr)
+        length = len(table.indices) * table.page_size
+        if nnz is not None:
+            length = whole_number(op, "nnz", nnz, 0)
         to = [p.dtype if dtype is None else as_dtype(op, "dtype", dtype) for p in self]
         factors = [_gather_scale(op, *each) for each in zip(self, to, scales, strict=True)]
         if xp is np:
@@ -207,11 +210,18 @@ class PagePair:
         if xp is np:
             _check_page_ids(op, "src", src, len(like))
             _check_page_ids(op, "dst", dst, len(like))
-        for pages in self:
-            if xp is np:
+        copied = [pages for pages in self if len(src) and pages.array.size]
+        if xp is np:
+            for pages in copied:
                 reference.copy_pages(pages.array, src, dst)
-            elif len(src) and pages.array.size:
-                keep_for_replays(_copy_array(op, pages, src, dst))
+            return
+        if not copied:
+            return
+        # All at once: what an eager call leaves in the pool is then what a captured one takes.
+        scratch = [_scratch(op, pages, len(src)) for pages in copied]
+        keep_for_replays(*scratch)
+        for pages, rows in zip(copied, scratch, strict=True):
+            _copy_array(op, pages, rows, src, dst)
 
 
 def _check_row_arguments(
@@ -322,18 +332,20 @@ def _check_page_ids(op: str, name: str, ids: Array, max_num_pages: int) -> None:
         raise ValueError(f"{op}: {name}[{i}] must be below {max_num_pages} pages, got {ids[i]}")
 
 
-def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> Array:
-    """Copy pages through scratch, and give it; a copy knows no dtypes, so elements are bytes."""
+def _scratch(op: str, pages: Pages, num_pages: int) -> Array:
+    """Allocate room for whole pages; a copy knows no dtypes, so elements are bytes."""
     _, page_size, num_heads, head_dim = pages.array.shape
-    rows = len(src) * page_size
-    width = head_dim * pages.array.itemsize
-    scratch = empty(op, (rows, num_heads, width), _BYTE, cp, like=pages.array)
+    shape = (num_pages * page_size, num_heads, head_dim * pages.array.itemsize)
+    return empty(op, shape, _BYTE, cp, like=pages.array)
+
+
+def _copy_array(op: str, pages: Pages, scratch: Array, src: Array, dst: Array) -> None:
     as_bytes = Pages(op, pages.name, pages.array.view(_BYTE), pages.read_only)
     fit = Fit.of(scratch, as_bytes)
     unit = alignment(pages.alignment, fit.head_dim, *outer_strides(scratch))
     size = next(n for n in (16, 4, 2, 1) if unit % n == 0)
     deal = Deal(scratch, fit, size)
-    shares, ctas = deal.shares(rows, resident_ctas(pages.device), MOVE_THREADS)
+    shares, ctas = deal.shares(len(scratch), resident_ctas(pages.device), MOVE_THREADS)
     launch = kernel("copy_pages", pages.device, BYTES=size)
     for to_scratch in (1, 0):
         launch(
@@ -343,7 +355,6 @@ def _copy_array(op: str, pages: Pages, src: Array, dst: Array) -> Array:
             scratch=pack_rows(scratch.data.ptr, *shares),
             src=pack_index(src),
             dst=pack_index(dst),
-            page_size=page_size,
+            page_size=pages.array.shape[1],
             to_scratch=to_scratch,
         )
-    return scratch

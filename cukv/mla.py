@@ -401,6 +401,7 @@ class MLAPagedCache(ArrayNoun):
         self, op: str, q_nope: Array, table: PageTable, qo_indptr: Array | None, causal: bool
     ) -> tuple[Array | None, tuple[tuple[str, Any], ...], Any]:
         """Check queries against cache and table: (qo_indptr, what a plan depends on, home)."""
+        self._pages.check_table(op, table)
         dims: dict[str, int | None] = {"head_dim_ckv": self.head_dim_ckv}
         if qo_indptr is None:
             dims["rows"] = table.batch_size
@@ -409,10 +410,6 @@ class MLAPagedCache(ArrayNoun):
             match_index(op, "qo_indptr", qo_indptr, table.batch_size + 1)
         match(op, "q_nope", q_nope, ("rows", "num_qo_heads", "head_dim_ckv"), dims)
         check_queries(op, "q_nope", q_nope, self.dtype)
-        if self.page_size != table.page_size:
-            raise ValueError(
-                f"{op}: the table's page_size is {table.page_size}, the cache's {self.page_size}"
-            )
         ckv = self._pages.first.array
         xp = home(op, q_nope=q_nope, cache=ckv, table=table.indptr, qo_indptr=qo_indptr)
         key = plan_key(

@@ -10,7 +10,7 @@ import numpy as np
 
 from cukv import reference
 from cukv._arrays import INDEX_DTYPES, Array, as_array, device_of, empty, home, set_to_zero
-from cukv._check import check_indptr, match_index, values
+from cukv._check import check_indptr, match_index, narrow, values
 from cukv._index import as_index, pack_divisor, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_thread, packer
 from cukv._noun import Noun
@@ -157,7 +157,10 @@ class PageTable(Noun):
             num_pages = len(pages)
         indices = _count(num_pages, lens) if pages is None else pages[:num_pages]
         indptr, last_page_len = page_indptr(lens, size, indices.dtype)
-        return cls(indptr, indices, last_page_len, size)
+        table = cls(indptr, indices, last_page_len, size)
+        if xp is np:
+            table.validate()
+        return table
 
     @classmethod
     def from_block_table(
@@ -216,7 +219,10 @@ class PageTable(Noun):
                 width=width,
                 entry_width=block_table.itemsize,
             )
-        return cls(indptr, indices, last_page_len, size)
+        table = cls(indptr, indices, last_page_len, size)
+        if xp is np:
+            table.validate()
+        return table
 
     # --------------------------------------------------------------------------------- properties
 
@@ -234,7 +240,7 @@ class PageTable(Noun):
         if self._home() is np:
             definition = getattr(reference, name)
             found = definition(self.indptr, self.last_page_len, self.page_size)
-            return found.astype(dtype)
+            return narrow(f"PageTable.{name}", found, dtype)
         out = empty(f"PageTable.{name}", (size,), dtype, cp, like=self.indptr)
         if self.batch_size:
             geometry = one_per_thread(size) if name == "seq_lens" else ONE_SCAN

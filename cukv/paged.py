@@ -537,6 +537,7 @@ return_lse
         custom_mask: Mask | None,
     ) -> tuple[tuple[tuple[str, Any], ...], Any]:
         """Check queries against cache and table: (what a plan depends on, home)."""
+        self._pages.check_table(op, table)
         rows = as_rows(op, "q", q)
         first = "nnz" if isinstance(q, RaggedTensor) else "batch_size"
         dims: dict[str, int | None] = {"batch_size": table.batch_size, "head_dim": self.head_dim}
@@ -547,10 +548,6 @@ return_lse
             )
         check_heads(op, rows.shape[1], self.num_kv_heads)
         check_queries(op, "q", rows, self.dtype)
-        if self.page_size != table.page_size:
-            raise ValueError(
-                f"{op}: the table's page_size is {table.page_size}, the cache's {self.page_size}"
-            )
         arrays = {"q": rows, "cache": self._pages.first.array, "table": table.indptr}
         if custom_mask is not None:
             check_mask(op, custom_mask, table.batch_size)

@@ -881,8 +881,11 @@ def capture(stream, call):
         call()
     stream.synchronize()
     stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-    result = call()
-    return result, stream.end_capture()
+    try:
+        result = call()
+    finally:  # a capture left open would fail every test that follows
+        graph = stream.end_capture()
+    return result, graph
 
 
 @pytest.mark.gpu
