@@ -77,12 +77,6 @@ def whole_number(op: str, name: str, x: Any, low: int) -> int:
     return number
 
 
-def require_table(op: str, table: Any) -> None:
-    """Raise unless ``table`` is a PageTable."""
-    if not hasattr(table, "last_page_len"):
-        raise TypeError(f"{op}: table must be a PageTable, got {type(table)}")
-
-
 def match_rows(op: str, name: str, array: Array) -> None:
     """Raise unless the last axis is contiguous and elements are aligned, as kernels read them."""
     size = array.dtype.itemsize

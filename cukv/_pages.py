@@ -8,8 +8,8 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import FP8, Array, alignment, as_dtype, device_of, empty, home, keep_for_replays
-from cukv._check import check_indptr, match, match_index, require_table, whole_number
+from cukv._arrays import FP8, Array, alignment, as_dtype, empty, home, keep_for_replays
+from cukv._check import check_indptr, match, match_index, whole_number
 from cukv._check import values as host_values
 from cukv._index import (
     NO_INDEX,
@@ -32,11 +32,10 @@ from cukv._rows import (
     resident_ctas,
 )
 from cukv._specialisations import vector_size
+from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cukv.page_table import PageTable
 
 _BYTE = np.dtype(np.uint8)
 _MAX_MOVES = 64  # signatures that a cache remembers; strides of HND rows change with their number
@@ -57,7 +56,8 @@ class PagePair:
 
     def check_table(self, op: str, table: PageTable) -> None:
         """Raise unless ``table`` is a page table of this page size."""
-        require_table(op, table)
+        if not isinstance(table, PageTable):
+            raise TypeError(f"{op}: table must be a PageTable, got {type(table)}")
         if table.page_size != self.page_size:
             raise ValueError(
                 f"{op}: the table's page_size is {table.page_size}, the cache's {self.page_size}"
@@ -78,11 +78,10 @@ class PagePair:
         v_scale: Any,
     ) -> None:
         """Write packed rows into the pages of both storage arrays, in one launch."""
-        if type(table).__name__ != "PageTable":
-            require_table(op, table)
         move = self._append_move(op, k, v, table)
         nnz, batch_size, like = k.shape[0], table.batch_size, table.indptr
-        _check_row_arguments(op, nnz, batch_size, indptr, batch_indices, positions)
+        if indptr is None or batch_indices is not None or positions is not None:
+            _check_row_arguments(op, nnz, batch_size, indptr, batch_indices, positions)
         k_factor = _append_scale(op, self.first, k_scale)
         v_factor = _append_scale(op, self.second, v_scale)
         if isinstance(k, np.ndarray):
@@ -92,7 +91,8 @@ class PagePair:
         rows = batch = token = NO_INDEX
         if indptr is not None:
             # Kept until the launch, as those below: memory freed before it could become another's.
-            indptr = as_index(op, "indptr", indptr, like)
+            if type(indptr) is not cp.ndarray:
+                indptr = as_index(op, "indptr", indptr, like)
             rows = pack_index_argument(op, "indptr", indptr, batch_size + 1, like)
         elif positions is not None:
             batch_indices = as_index(op, "batch_indices", batch_indices, like)
@@ -119,12 +119,16 @@ class PagePair:
 
     def _append_move(self, op: str, k: Array, v: Array, table: PageTable) -> AppendMove:
         """Check homes, devices and sizes of a call, and find the move of its signature."""
-        if table.page_size != self.page_size or k.shape[:1] != v.shape[:1]:
-            self.check_table(op, table)
+        self.check_table(op, table)
+        if k.shape[:1] != v.shape[:1]:
             dims = {"nnz": k.shape[0]} if k.ndim else {}
             match(op, self.second.name, v, ("nnz", "num_heads", "head_dim"), dims)
         device = self.first.device
-        if not (device == table.device == device_of(k) == device_of(v)):
+        if (
+            type(k) is not cp.ndarray
+            or type(v) is not cp.ndarray
+            or not (device == table.device == k.data.device_id == v.data.device_id)
+        ):
             names = {self.first.name: k, self.second.name: v}
             home(op, cache=self.first.array, table=table.indptr, **names)
         # Strides of an axis count where it is longer than 1, so none, one and many rows differ.
@@ -255,6 +259,8 @@ def _parse_scale(op: str, pages: Pages, scale: Any) -> Any:
 
 def _append_scale(op: str, pages: Pages, scale: Any) -> Any:
     """Parse the scale of rows to append; only fp8 pages hold scaled values."""
+    if type(scale) is float and scale == 1.0:  # by far the most calls
+        return UNIT_SCALE if pages.device >= 0 else 1.0
     parsed = _parse_scale(op, pages, scale)
     if parsed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
         shown = "an array on the GPU" if isinstance(scale, cp.ndarray) else scale
