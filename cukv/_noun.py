@@ -19,8 +19,9 @@ Self = TypeVar("Self", bound="Noun")
 class Noun:
     """Base of the dataclasses: frozen structure over arrays whose contents may be written.
 
-    Equality is identity and nouns hash by it. ``repr`` never reads the device. ``copy.deepcopy``
-    and pickle make nouns that own their buffers.
+    What a noun works out of its fields once is declared ClassVar, which keeps it out of the
+    dataclass's fields, and set on each instance. Equality is identity and nouns hash by it.
+    ``repr`` never reads the device. ``copy.deepcopy`` and pickle make nouns that own their buffers.
     """
 
     def _fields(self) -> dict[str, Any]:

@@ -8,8 +8,19 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import FP8, Array, alignment, as_dtype, empty, home, keep_for_replays
-from cukv._check import check_indptr, match, match_index, whole_number
+from cukv._arrays import (
+    DTYPES,
+    FP8,
+    Array,
+    alignment,
+    as_array,
+    as_dtype,
+    empty,
+    home,
+    keep_for_replays,
+    read_only_reason,
+)
+from cukv._check import check_indptr, match, match_dtype, match_index, whole_number
 from cukv._check import values as host_values
 from cukv._index import (
     NO_INDEX,
@@ -35,9 +46,9 @@ from cukv._specialisations import vector_size
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-_BYTE = np.dtype(np.uint8)
+_BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 _MAX_MOVES = 64  # signatures that a cache remembers; strides of HND rows change with their number
 
 
@@ -50,6 +61,35 @@ class PagePair:
         self.first, self.second = first, second
         self.page_size = int(first.array.shape[1])
         self._append_moves: dict[tuple[Any, ...], AppendMove] = {}
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        names: tuple[str, str],
+        axes: tuple[str, ...],
+        arrays: Sequence[Array],
+        reasons: Sequence[str | None],
+        as_pages: Callable[[Array], Array],
+    ) -> PagePair:
+        """Check that two arrays belong together, and see each as pages.
+
+        ``axes`` name their axes but the last, ``reasons`` say why they must not be written, and
+        ``as_pages`` gives a view ``[max_num_pages, page_size, num_heads, head_dim]``.
+        """
+        dims: dict[str, int | None] = {}
+        for name, array in zip(names, arrays, strict=True):
+            match(op, name, array, (*axes, f"head_dim_{name}"), dims)
+            extra = (_FLOAT64,) if isinstance(array, np.ndarray) else ()
+            match_dtype(op, name, array, *DTYPES, *extra)
+        home(op, **dict(zip(names, arrays, strict=True)))
+        if dims["page_size"] == 0:
+            raise ValueError(f"{op}: page_size must be 1 or more, got 0")
+        pages = [
+            Pages(op, name, as_pages(array), reason)
+            for name, array, reason in zip(names, arrays, reasons, strict=True)
+        ]
+        return cls(*pages)
 
     def __iter__(self) -> Iterator[Pages]:
         return iter((self.first, self.second))
@@ -226,6 +266,18 @@ class PagePair:
         keep_for_replays(*scratch)
         for pages, rows in zip(copied, scratch, strict=True):
             _copy_array(op, pages, rows, src, dst)
+
+
+def as_storage(op: str, name: str, x: Any) -> tuple[Array, str | None]:
+    """Give an array to keep rows in, and why it must not be written, if so."""
+    return as_array(op, name, x), read_only_reason(x)
+
+
+def as_storage_pair(op: str, names: tuple[str, str], data: Any) -> list[tuple[Array, str | None]]:
+    """Give a pair of arrays to keep rows in, each with why it must not be written."""
+    if len(data) != 2:
+        raise ValueError(f"{op}: data must be one array or a pair, got {len(data)}")
+    return [as_storage(op, name, x) for name, x in zip(names, data, strict=True)]
 
 
 def _check_row_arguments(

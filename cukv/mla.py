@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import DTYPES, Array, as_array, as_dtype, empty, home, read_only_reason
+from cukv._arrays import Array, as_array, as_dtype, empty, home
 from cukv._attention import (
     check_options,
     check_queries,
@@ -22,15 +22,12 @@ from cukv._attention import (
 from cukv._check import check_indptr, match, match_dtype, match_index, values
 from cukv._index import as_index
 from cukv._noun import ArrayNoun
-from cukv._pages import PagePair
+from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
-from cukv._rows import Pages
 from cukv.ragged import RaggedTensor
 
 if TYPE_CHECKING:
     from cukv.page_table import PageTable
-
-_FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,20 +68,17 @@ class MLAPagedCache(ArrayNoun):
     data: Any
     head_dim_kpe: int = 64
 
-    _pages: ClassVar[PagePair]  # ckv and kpe seen with one head; each instance's own
+    _pages: ClassVar[PagePair]  # ckv and kpe seen with one head
 
     def __post_init__(self) -> None:
         """Check the structure once, and keep what every launch needs of it."""
         op = "MLAPagedCache"
+        names = ("ckv", "kpe")
         if isinstance(self.data, (tuple, list)):
-            if len(self.data) != 2:
-                raise ValueError(f"{op}: data must be one array or a pair, got {len(self.data)}")
-            names = ("ckv", "kpe")
-            arrays = [as_array(op, n, x) for n, x in zip(names, self.data, strict=True)]
-            reasons = [read_only_reason(x) for x in self.data]
-            self._set(data=tuple(arrays))
+            arrays, reasons = zip(*as_storage_pair(op, names, self.data), strict=True)
+            self._set(data=arrays)
         else:
-            data = as_array(op, "data", self.data)
+            data, reason = as_storage(op, "data", self.data)
             match(op, "data", data, ("max_num_pages", "page_size", "head_dim"), {})
             width = int(self.head_dim_kpe)
             if not 0 <= width <= data.shape[-1]:
@@ -92,12 +86,11 @@ class MLAPagedCache(ArrayNoun):
                     f"{op}: head_dim_kpe must be 0 to {data.shape[-1]} columns, got {width}"
                 )
             split = data.shape[-1] - width
-            arrays, reasons = (
-                [data[..., :split], data[..., split:]],
-                [read_only_reason(self.data)] * 2,
-            )
+            arrays, reasons = (data[..., :split], data[..., split:]), (reason, reason)
             self._set(data=data)
-        self._set(_pages=_pages_of(op, arrays, reasons), head_dim_kpe=int(arrays[1].shape[-1]))
+        axes = ("max_num_pages", "page_size")
+        one_head = PagePair.of(op, names, axes, arrays, reasons, lambda array: array[:, :, None])
+        self._set(_pages=one_head, head_dim_kpe=int(arrays[1].shape[-1]))
 
     @classmethod
     def empty(
@@ -421,23 +414,6 @@ class MLAPagedCache(ArrayNoun):
             causal=bool(causal),
         )
         return qo_indptr, key, xp
-
-
-def _pages_of(op: str, arrays: list[Array], reasons: list[str | None]) -> PagePair:
-    """See ckv and kpe as pages with one head, and check that they belong together."""
-    dims: dict[str, int | None] = {}
-    for name, array in zip(("ckv", "kpe"), arrays, strict=True):
-        match(op, name, array, ("max_num_pages", "page_size", f"head_dim_{name}"), dims)
-        extra = (_FLOAT64,) if isinstance(array, np.ndarray) else ()
-        match_dtype(op, name, array, *DTYPES, *extra)
-    home(op, ckv=arrays[0], kpe=arrays[1])
-    if dims["page_size"] == 0:
-        raise ValueError(f"{op}: page_size must be 1 or more, got 0")
-    ckv, kpe = (
-        Pages(op, name, array[:, :, None], reason)
-        for name, array, reason in zip(("ckv", "kpe"), arrays, reasons, strict=True)
-    )
-    return PagePair(ckv, kpe)
 
 
 def _as_latent_rows(op: str, name: str, x: Array | RaggedTensor) -> Array:

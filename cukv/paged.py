@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import DTYPES, Array, as_array, as_dtype, empty, home, read_only_reason
+from cukv._arrays import Array, as_array, as_dtype, empty, home
 from cukv._attention import (
     Mask,
     check_heads,
@@ -26,9 +26,8 @@ from cukv._attention import (
 )
 from cukv._check import match, match_dtype
 from cukv._noun import ArrayNoun
-from cukv._pages import PagePair
+from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
-from cukv._rows import Pages
 from cukv.ragged import (
     RaggedTensor,
     as_rows,
@@ -39,8 +38,6 @@ from cukv.ragged import (
 
 if TYPE_CHECKING:
     from cukv.page_table import PageTable
-
-_FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,26 +85,26 @@ class PagedKVCache(ArrayNoun):
     data: Any
     layout: str = "NHD"
 
-    _pages: ClassVar[PagePair]  # K and V seen as NHD; each instance has its own
+    _pages: ClassVar[PagePair]  # K and V seen as NHD
 
     def __post_init__(self) -> None:
         """Check the structure once, and keep what every launch needs of it."""
         op = "PagedKVCache"
         check_layout(op, self.layout)
+        axes = ("page_size", "num_kv_heads")
+        axes = axes if self.layout == "NHD" else axes[::-1]
         if isinstance(self.data, (tuple, list)):
-            if len(self.data) != 2:
-                raise ValueError(f"{op}: data must be one array or a pair, got {len(self.data)}")
-            arrays = [as_array(op, n, x) for n, x in zip(("k", "v"), self.data, strict=True)]
-            reasons = [read_only_reason(x) for x in self.data]
-            self._set(data=tuple(arrays))
+            arrays, reasons = zip(*as_storage_pair(op, ("k", "v"), self.data), strict=True)
+            self._set(data=arrays)
         else:
-            data = as_array(op, "data", self.data)
-            axes = ("page_size", "num_kv_heads")
-            axes = axes if self.layout == "NHD" else axes[::-1]
+            data, reason = as_storage(op, "data", self.data)
             match(op, "data", data, ("max_num_pages", "2", *axes, "head_dim"), {"2": 2})
-            arrays, reasons = [data[:, 0], data[:, 1]], [read_only_reason(self.data)] * 2
+            arrays, reasons = (data[:, 0], data[:, 1]), (reason, reason)
             self._set(data=data)
-        self._set(_pages=_pages_of(op, arrays, reasons, self.layout))
+        match_dtype(op, "v", arrays[1], arrays[0].dtype)
+        nhd = swap_layout if self.layout == "HND" else lambda array: array
+        stored = ("max_num_pages", *axes)
+        self._set(_pages=PagePair.of(op, ("k", "v"), stored, arrays, reasons, nhd))
 
     @classmethod
     def empty(
@@ -562,22 +559,3 @@ return_lse
             mask=custom_mask,
         )
         return key, home(op, **arrays)
-
-
-def _pages_of(op: str, arrays: list[Array], reasons: list[str | None], layout: str) -> PagePair:
-    """See K and V as NHD pages, and check that they belong together."""
-    dims: dict[str, int | None] = {}
-    axes = ("page_size", "num_kv_heads") if layout == "NHD" else ("num_kv_heads", "page_size")
-    for name, array in zip(("k", "v"), arrays, strict=True):
-        match(op, name, array, ("max_num_pages", *axes, f"head_dim_{name}"), dims)
-        extra = (_FLOAT64,) if isinstance(array, np.ndarray) else ()
-        match_dtype(op, name, array, *DTYPES, *extra)
-    match_dtype(op, "v", arrays[1], arrays[0].dtype)
-    home(op, k=arrays[0], v=arrays[1])
-    if dims["page_size"] == 0:
-        raise ValueError(f"{op}: page_size must be 1 or more, got 0")
-    k, v = (
-        Pages(op, name, swap_layout(array) if layout == "HND" else array, reason)
-        for name, array, reason in zip(("k", "v"), arrays, reasons, strict=True)
-    )
-    return PagePair(k, v)
