@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="cukv", description="KV-cache layouts and operations for CuPy.")
+    parser.add_argument("--version", action="version", version=f"cukv {cukv.__version__}")
     commands = parser.add_subparsers(required=True, metavar="{replay,info}")
     info = commands.add_parser(
         "info", help="show the GPU, the compiler, the kernels and their cache"

@@ -79,6 +79,8 @@ def check_options(
         match(op, "sinks", sinks, ("num_qo_heads",), {"num_qo_heads": num_qo_heads})
         extra = (_FLOAT64,) if home(op, q=like, sinks=sinks) is np else ()
         match_dtype(op, "sinks", sinks, *_OUTPUTS, *extra)
+        if isinstance(sinks, np.ndarray) and np.isnan(sinks.astype(np.float64)).any():
+            raise ValueError(f"{op}: sinks must not be NaN")
     return {
         "sm_scale": scale,
         "window_left": check_window(op, window_left),

@@ -16,7 +16,7 @@ _pack_scale = packer("Scale")
 _pack_divisor = packer("Divisor")
 
 NO_INDEX = _pack_index(0, 0, 0, 0)
-UNIT_SCALE = _pack_scale(0, 1.0)
+UNIT_SCALE, NO_SCALE = _pack_scale(0, 1.0), _pack_scale(0, 0.0)
 
 
 def pack_index(array: Array | None) -> bytes:
@@ -93,6 +93,6 @@ def host_scale(op: str, name: str, scale: Any) -> float:
     if array.size != 1 or (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16"):
         raise TypeError(f"{op}: {name} must be one number, got {scale!r}")
     value = float(array.reshape(()).astype(np.float64))
-    if not abs(value) <= np.finfo(np.float32).max:
+    if not abs(value) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{op}: {name} must be finite, got {scale}")
     return value

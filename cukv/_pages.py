@@ -24,6 +24,7 @@ from cukv._check import check_indptr, match, match_dtype, match_index, whole_num
 from cukv._check import values as host_values
 from cukv._index import (
     NO_INDEX,
+    NO_SCALE,
     UNIT_SCALE,
     as_index,
     host_scale,
@@ -314,6 +315,8 @@ def _append_scale(op: str, pages: Pages, scale: Any) -> Any:
     if type(scale) is float and scale == 1.0:  # by far the most calls
         return UNIT_SCALE if pages.device >= 0 else 1.0
     parsed = _parse_scale(op, pages, scale)
+    if parsed in (0.0, NO_SCALE):
+        raise ValueError(f"{op}: {pages.name}_scale must not be 0: rows are divided by it")
     if parsed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
         shown = "an array on the GPU" if isinstance(scale, cp.ndarray) else scale
         raise ValueError(

@@ -27,12 +27,12 @@ from cukv._noun import Noun
 from cukv._plan import Plan
 from cukv._prefixes import shared_levels
 from cukv.page_table import PageTable
+from cukv.paged import PagedKVCache
 from cukv.ragged import RaggedTensor, as_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cukv.paged import PagedKVCache
 
 _MAX_ROWS = np.iinfo(np.int64).max
 
@@ -389,6 +389,8 @@ class CascadeLevels(Noun):
         window_left: int,
     ) -> tuple[tuple[tuple[str, Any], ...], Any]:
         """Check queries and cache against the levels: (what a plan depends on, home)."""
+        if not isinstance(cache, PagedKVCache):
+            raise TypeError(f"{op}: cache must be a PagedKVCache, got {type(cache)}")
         rows = as_rows(op, "q", q)
         match(op, "q", rows, ("nnz", "num_qo_heads", "head_dim"), {"head_dim": cache.head_dim})
         check_heads(op, rows.shape[1], cache.num_kv_heads)

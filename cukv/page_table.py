@@ -75,13 +75,10 @@ class PageTable(Noun):
     def __post_init__(self) -> None:
         """Check the structure once; nothing of it can change afterwards."""
         op = "PageTable"
-        given = (self.indptr, self.indices, self.last_page_len)
-        like = next((x for x in given if not isinstance(x, _SEQUENCES)), None)
-        like = None if like is None else as_array(op, "arrays", like)
-        indptr, indices, last_page_len = (
-            as_index(op, name, x, like)
-            for name, x in zip(("indptr", "indices", "last_page_len"), given, strict=True)
-        )
+        given = {n: getattr(self, n) for n in ("indptr", "indices", "last_page_len")}
+        arrays = [as_array(op, n, x) for n, x in given.items() if not isinstance(x, _SEQUENCES)]
+        like = arrays[0] if arrays else None
+        indptr, indices, last_page_len = (as_index(op, n, x, like) for n, x in given.items())
         xp = home(op, indptr=indptr, indices=indices, last_page_len=last_page_len)
         match_index(op, "indptr", indptr)
         if not len(indptr):

@@ -404,6 +404,8 @@ class PagedKVCache(ArrayNoun):
             Wrong home, dtype, shape, option, or a plan made for another call.
         """
         op = "PagedKVCache.decode"
+        if isinstance(q, RaggedTensor):
+            raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
         return self._attend(
             op,
             as_array(op, "q", q),

@@ -84,8 +84,9 @@ class RaggedTensor(ArrayNoun):
         home(op, data=data, indptr=indptr)
         axes = ("nnz", "num_heads") if self.layout == "NHD" else ("num_heads", "nnz")
         match(op, "data", data, (*axes, "head_dim"), {})
-        if hint := bits_hint(data.dtype):
-            raise TypeError(f"{op}: data must be of a float dtype, got {data.dtype.name}{hint}")
+        hint = bits_hint(data.dtype)
+        if hint or data.dtype.kind in "OcSUMm" or not data.dtype.isnative:
+            raise TypeError(f"{op}: data must be of a float dtype, got {data.dtype}{hint}")
         match_index(op, "indptr", indptr)
         if not len(indptr):
             raise ValueError(f"{op}: indptr must be [batch_size + 1], got [0]")
@@ -110,6 +111,7 @@ class RaggedTensor(ArrayNoun):
         """
         op = "RaggedTensor.from_list"
         check_layout(op, layout)
+        arrays = list(arrays)
         if not len(arrays):
             raise ValueError(f"{op}: needs one array at least: none has no shape, dtype or home")
         parts = [as_array(op, f"arrays[{i}]", a) for i, a in enumerate(arrays)]
@@ -168,6 +170,8 @@ class RaggedTensor(ArrayNoun):
 
     def __getitem__(self, i: int) -> Array:
         """Rows of request ``i``, a view in this layout. Synchronises if the indptr is on a GPU."""
+        if not isinstance(i, (int, np.integer)):
+            raise TypeError(f"RaggedTensor: a request is named by an integer, got {i!r}")
         if not -len(self) <= i < len(self):
             raise IndexError(f"RaggedTensor: request {i} of {len(self)}")
         if isinstance(self.indptr, np.ndarray):

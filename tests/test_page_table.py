@@ -516,3 +516,25 @@ def test_captured_tables_follow_their_arrays(rng):
             for got, want in zip(results, eager, strict=True):
                 equal(got, to_numpy(want), want.dtype)
             equal(results[0], case.kv_lens)
+
+
+def test_lengths_beyond_the_dtype_are_refused():
+    with pytest.raises(ValueError, match="int32 does not hold"):
+        PageTable.from_seq_lens([2**33], 2**20, xp=np).seq_lens  # noqa: B018
+    with pytest.raises(ValueError, match="int32 does not hold"):
+        batch_indices_positions(np.array([0, 1]), np.array([2**40]), 1)
+
+
+def test_builders_refuse_pages_that_cannot_be():
+    with pytest.raises(ValueError, match="page 1 of request 0"):
+        PageTable.from_seq_lens([33], 16, pages=[1, -2, 3], xp=np)
+    with pytest.raises(ValueError, match="page 1 of request 0"):
+        PageTable.from_block_table(np.array([[0, -1]]), [17], 16)
+    with pytest.raises(ValueError, match="need 3 pages, got 2"):
+        PageTable.from_seq_lens([12], 4, pages=range(10), num_pages=2, xp=np)
+
+
+def test_more_rows_than_tokens_are_refused():
+    with pytest.raises(ValueError, match="request 0 has 2 tokens but 3 rows"):
+        batch_indices_positions(np.array([0, 3]), np.array([2]), 3)
+    assert batch_indices_positions([0, 2], np.array([2]), 2)[1].tolist() == [0, 1]

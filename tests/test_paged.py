@@ -1889,3 +1889,45 @@ def test_empty_names_what_it_refuses():
     ):
         with pytest.raises(error, match="^PagedKVCache.empty: " + message):
             PagedKVCache.empty(*arguments, **{"xp": np, **options})
+
+
+@pytest.mark.parametrize("call", ["append", "gather", "decode", "prefill", "plan"])
+def test_a_table_must_be_a_page_table(call):
+    cache = PagedKVCache.empty(2, 4, 1, 8, "float16", xp=np)
+    rows = np.zeros((1, 1, 8), np.float16)
+    calls = {
+        "append": lambda: cache.append(rows, rows, None),
+        "gather": lambda: cache.gather(None),
+        "decode": lambda: cache.decode(rows, None),
+        "prefill": lambda: cache.prefill(RaggedTensor(rows, [0, 1]), None),
+        "plan": lambda: cache.plan(rows, None),
+    }
+    with pytest.raises(TypeError, match="table must be a PageTable"):
+        calls[call]()
+
+
+def test_decode_leaves_ragged_queries_to_prefill():
+    cache = PagedKVCache.empty(2, 4, 1, 8, "float16", xp=np)
+    table = PageTable.from_seq_lens([1], 4, xp=np)
+    with pytest.raises(TypeError, match="prefill takes a RaggedTensor"):
+        cache.decode(RaggedTensor(np.zeros((1, 1, 8), np.float16), [0, 1]), table)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e39, float("nan")])
+def test_a_scale_that_divides_no_row_is_refused(scale):
+    cache = PagedKVCache.empty(2, 4, 1, 8, "float8_e4m3fn", xp=np)
+    table = PageTable.from_seq_lens([1], 4, xp=np)
+    rows = np.zeros((1, 1, 8), np.float16)
+    with pytest.raises(ValueError, match="k_scale must"):
+        cache.append(rows, rows, table, k_scale=scale)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_plan_belongs_to_a_number_of_requests(rows):
+    cache = PagedKVCache.empty(4, 4, 1, 8, "float16", xp=np)
+    cache.data[...] = 0
+    one, two = (PageTable.from_seq_lens(n, 4, num_pages=2, xp=np) for n in ([3], [3, 1]))
+    queries = np.zeros((rows, 1, 8), np.float16)
+    plan = cache.plan(RaggedTensor(queries, [0, rows]), one)
+    with pytest.raises(ValueError, match="batch_size=1, got 2"):
+        cache.prefill(RaggedTensor(queries, [0, 1, rows]), two, plan=plan)

@@ -426,3 +426,27 @@ def test_lengths_can_be_captured(rng):
         graph.launch(stream)
         stream.synchronize()
     assert to_numpy(lens).tolist() == [4, 0, 5]
+
+
+@pytest.mark.parametrize("dtype", ["O", "complex64", ">f2", "U4"])
+def test_data_that_no_row_can_be_made_of_is_refused(dtype):
+    with pytest.raises(TypeError, match="data must be of a float dtype"):
+        RaggedTensor(np.zeros((3, 1, 8), dtype), [0, 3])
+
+
+def test_a_request_is_named_by_an_integer():
+    ragged = RaggedTensor(np.zeros((3, 1, 8), np.float16), [0, 1, 3])
+    assert ragged[np.int64(1)].shape == (2, 1, 8)
+    with pytest.raises(TypeError, match="named by an integer"):
+        ragged[0:1]
+
+
+def test_a_broken_indptr_gives_no_rows():
+    for indptr in ([0, 3, 9], [0, 2, 1]):
+        with pytest.raises(ValueError, match="indptr"):
+            RaggedTensor(np.zeros((5, 1, 8), np.float16), indptr)[0]
+
+
+def test_arrays_to_pack_may_come_one_by_one():
+    rows = (np.full((n, 1, 8), n, np.float16) for n in (2, 1))
+    assert RaggedTensor.from_list(rows).lens.tolist() == [2, 1]
