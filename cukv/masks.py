@@ -155,7 +155,8 @@ class RaggedMask(ArrayNoun):
         -------
         PackedMask
             ``(len(data) + 7 * batch_size) // 8`` bytes, those past the last request 0. No
-            synchronisation.
+            synchronisation. A call captured into a graph keeps a few bytes per request for the life
+            of the process.
         """
         if self._home() is np:
             self.validate()

@@ -304,7 +304,8 @@ class PagedKVCache(ArrayNoun):
 
         Notes
         -----
-        Current stream, no synchronisation. Source: kernels/copy_pages.cu.
+        Current stream, no synchronisation. Pages go through scratch of their size; that of a call
+        captured into a graph is kept for the life of the process. Source: kernels/copy_pages.cu.
         """
         self._pages.copy_pages("PagedKVCache.copy_pages", src, dst)
 
