@@ -131,3 +131,14 @@ def check_indptr(op: str, name: str, indptr: np.ndarray[Any, Any], total: int, w
         )
     if indptr[-1] > total:
         raise ValueError(f"{op}: {name} ends at {indptr[-1]}, but there are {total} {what}")
+
+
+def check_rows_fit(op: str, indptr: np.ndarray[Any, Any], seq_lens: np.ndarray[Any, Any]) -> None:
+    """Raise unless every sequence is as long as the rows of ``indptr`` that it ends with."""
+    short = np.flatnonzero(np.diff(indptr) > seq_lens)
+    if len(short):
+        b = int(short[0])
+        raise ValueError(
+            f"{op}: request {b} has {seq_lens[b]} tokens but {indptr[b + 1] - indptr[b]} "
+            "rows to append"
+        )

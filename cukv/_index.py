@@ -15,6 +15,8 @@ _pack_index = packer("Index")
 _pack_scale = packer("Scale")
 _pack_divisor = packer("Divisor")
 
+SEQUENCES = (list, tuple, range)  # what as_index makes an array of
+
 NO_INDEX = _pack_index(0, 0, 0, 0)
 UNIT_SCALE, NO_SCALE = _pack_scale(0, 1.0), _pack_scale(0, 0.0)
 
@@ -26,10 +28,9 @@ def pack_index(array: Array | None) -> bytes:
     return _pack_index(array.data.ptr, array.strides[0], array.shape[0], array.dtype.itemsize)
 
 
-def pack_index_argument(op: str, name: str, x: Any, size: int, like: Array) -> bytes:
+def pack_index_argument(op: str, name: str, x: Array, size: int, like: Array) -> bytes:
     """Check and pack an index argument of ``size`` entries for a launch beside ``like``."""
     if not isinstance(x, cp.ndarray):
-        x = as_index(op, name, x, like)
         home(op, array=like, **{name: x})
     data, stride, width = x.data, x.strides[0] if x.ndim else 0, x.dtype.itemsize
     if x.dtype not in INDEX_DTYPES or x.shape != (size,) or (data.ptr | stride) % width:
@@ -53,7 +54,7 @@ def pack_divisor(divisor: int) -> bytes:
 
 def as_index(op: str, name: str, x: Any, like: Array | None) -> Array:
     """Give an index array; a Python sequence becomes int32 (int64 if a value needs it)."""
-    if not isinstance(x, (list, tuple, range)):
+    if not isinstance(x, SEQUENCES):
         return as_array(op, name, x)
     host = np.asarray(x) if len(x) else np.zeros(0, np.int64)
     if host.dtype.kind not in "iu":

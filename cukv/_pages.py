@@ -255,11 +255,10 @@ class PagePair:
         if xp is np:
             _check_page_ids(op, "src", src, len(like))
             _check_page_ids(op, "dst", dst, len(like))
-        copied = [pages for pages in self if len(src) and pages.array.size]
-        if xp is np:
-            for pages in copied:
+            for pages in self:
                 reference.copy_pages(pages.array, src, dst)
             return
+        copied = [pages for pages in self if len(src) and pages.array.size]
         if not copied:
             return
         # All at once: what an eager call leaves in the pool is then what a captured one takes.

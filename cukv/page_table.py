@@ -10,8 +10,8 @@ import numpy as np
 
 from cukv import reference
 from cukv._arrays import INDEX_DTYPES, Array, as_array, device_of, empty, home, set_to_zero
-from cukv._check import check_indptr, match_index, narrow, values
-from cukv._index import as_index, pack_divisor, pack_index
+from cukv._check import check_indptr, check_rows_fit, match_index, narrow, values
+from cukv._index import SEQUENCES, as_index, pack_divisor, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_thread, packer
 from cukv._noun import Noun
 
@@ -76,7 +76,7 @@ class PageTable(Noun):
         """Check the structure once; nothing of it can change afterwards."""
         op = "PageTable"
         given = {n: getattr(self, n) for n in ("indptr", "indices", "last_page_len")}
-        arrays = [as_array(op, n, x) for n, x in given.items() if not isinstance(x, _SEQUENCES)]
+        arrays = [as_array(op, n, x) for n, x in given.items() if not isinstance(x, SEQUENCES)]
         like = arrays[0] if arrays else None
         indptr, indices, last_page_len = (as_index(op, n, x, like) for n, x in given.items())
         xp = home(op, indptr=indptr, indices=indices, last_page_len=last_page_len)
@@ -135,11 +135,9 @@ class PageTable(Noun):
         """
         op = "PageTable.from_seq_lens"
         size = page_size_of(op, page_size)
-        given = next((x for x in (lens, pages) if not isinstance(x, _SEQUENCES)), None)
+        given = next((x for x in (lens, pages) if not isinstance(x, SEQUENCES)), None)
         like = empty(op, (0,), _INT32, xp) if given is None else as_array(op, "lens", given)
-        host_lens = (
-            values(np.asarray(lens)) if isinstance(lens, (*_SEQUENCES, np.ndarray)) else None
-        )
+        host_lens = values(np.asarray(lens)) if isinstance(lens, (*SEQUENCES, np.ndarray)) else None
         lens = as_index(op, "lens", lens, like)
         pages = None if pages is None else as_index(op, "pages", pages, like)
         xp = home(op, lens=lens, pages=pages)
@@ -366,12 +364,7 @@ class PageTable(Noun):
             raise ValueError(f"{op}: indptr must be [{self.batch_size + 1}], got [{len(rows)}]")
         check_indptr(op, "indptr", rows, np.iinfo(np.int64).max, "rows")
         lens = np.where(counts > 0, (counts - 1) * self.page_size + last, 0)
-        bad = np.flatnonzero(np.diff(rows) > lens)
-        if len(bad):
-            b = int(bad[0])
-            raise ValueError(
-                f"{op}: request {b} has {lens[b]} tokens but {rows[b + 1] - rows[b]} rows to append"
-            )
+        check_rows_fit(op, rows, lens)
 
 
 def page_indptr(seq_lens: Array, page_size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -393,9 +386,6 @@ def page_indptr(seq_lens: Array, page_size: int, dtype: np.dtype[Any]) -> tuple[
         page_size=page_size,
     )
     return indptr, last_page_len
-
-
-_SEQUENCES = (list, tuple, range)
 
 
 def _count(n: int, like: Array) -> Array:

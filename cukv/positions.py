@@ -7,8 +7,8 @@ import numpy as np
 
 from cukv import reference
 from cukv._arrays import INDEX_DTYPES, Array, empty, home
-from cukv._check import check_indptr, match_index, narrow, values, whole_number
-from cukv._index import as_index, pack_index
+from cukv._check import check_indptr, check_rows_fit, match_index, narrow, values, whole_number
+from cukv._index import SEQUENCES, as_index, pack_index
 from cukv._kernels import kernel, one_per_warp
 
 _INT32 = INDEX_DTYPES[0]
@@ -34,10 +34,8 @@ def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> 
         -1 and 0 for padding.
     """
     op = "batch_indices_positions"
-    sequences = (list, tuple, range)
-    append_indptr = as_index(
-        op, "append_indptr", append_indptr, None if isinstance(seq_lens, sequences) else seq_lens
-    )
+    like = None if isinstance(seq_lens, SEQUENCES) else seq_lens
+    append_indptr = as_index(op, "append_indptr", append_indptr, like)
     seq_lens = as_index(op, "seq_lens", seq_lens, append_indptr)
     xp = home(op, append_indptr=append_indptr, seq_lens=seq_lens)
     match_index(op, "append_indptr", append_indptr, len(seq_lens) + 1)
@@ -45,13 +43,7 @@ def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> 
     nnz = whole_number(op, "nnz", nnz, 0)
     if xp is np:
         check_indptr(op, "append_indptr", values(append_indptr), nnz, "rows (nnz)")
-        short = np.flatnonzero(np.diff(append_indptr) > seq_lens)
-        if len(short):
-            b = int(short[0])
-            raise ValueError(
-                f"{op}: request {b} has {seq_lens[b]} tokens but "
-                f"{append_indptr[b + 1] - append_indptr[b]} rows to append"
-            )
+        check_rows_fit(op, append_indptr, seq_lens)
         batch_indices, positions = reference.batch_indices_positions(append_indptr, seq_lens, nnz)
         return narrow(op, batch_indices, _INT32), narrow(op, positions, _INT32)
     batch_indices, positions = (empty(op, (nnz,), _INT32, cp, like=append_indptr) for _ in range(2))

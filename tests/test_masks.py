@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from brute import pack
+from cases import on
 from tolerances import to_numpy as host
 
 from cukv import PackedMask, RaggedMask, RaggedTensor, packbits, reference, segment_packbits
@@ -22,15 +23,6 @@ LENGTHS = [0, 1, 7, 8, 9, 10, 99, 128, 999, 5000, 131072, 999999]
 DTYPES = [np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.float16, np.int32, np.uint32]
 DTYPES += [np.float32, np.int64, np.uint64, np.float64]
 DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
-
-
-def on(xp, array):
-    """Copy a NumPy array to a home, fp8 as the bytes it is."""
-    if xp is np:
-        return array
-    if array.dtype.name.startswith("float8"):
-        return cp.asarray(array.view(np.uint8)).view(array.dtype)
-    return cp.asarray(array)
 
 
 def equal(got, want):

@@ -7,6 +7,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import on
 from tolerances import LSE, MERGE, assert_close
 from tolerances import to_numpy as host
 
@@ -15,10 +16,6 @@ from cukv import merge_state, merge_states, reference
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BF16, np.dtype(np.float32)]
 INF = math.inf
-
-
-def on(xp, array):
-    return array if xp is np else cp.asarray(array)
 
 
 def states(rng, n, k, heads, head_dim, dtype=BF16, empty=0.3):
