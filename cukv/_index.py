@@ -30,14 +30,18 @@ def pack_index(array: Array | None) -> bytes:
 
 def pack_index_argument(op: str, name: str, x: Array, size: int, like: Array) -> bytes:
     """Check and pack an index argument of ``size`` entries for a launch beside ``like``."""
-    if not isinstance(x, cp.ndarray):
+    if type(x) is not cp.ndarray:
         home(op, array=like, **{name: x})
-    data, stride, width = x.data, x.strides[0] if x.ndim else 0, x.dtype.itemsize
-    if x.dtype not in INDEX_DTYPES or x.shape != (size,) or (data.ptr | stride) % width:
+    dtype, data = x.dtype, x.data
+    if dtype not in INDEX_DTYPES or x.ndim != 1 or x.size != size:
+        match_index(op, name, x, size)
+    (stride,) = x.strides
+    pointer, width = data.ptr, dtype.itemsize
+    if (pointer | stride) % width:
         match_index(op, name, x, size)
     if data.device_id != like.data.device_id and size:
         home(op, array=like, **{name: x})
-    return _pack_index(data.ptr, stride, size, width)
+    return _pack_index(pointer, stride, size, width)
 
 
 def pack_divisor(divisor: int) -> bytes:

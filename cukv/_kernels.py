@@ -1,8 +1,9 @@
 """Kernels by name: source and named template arguments -> cubin -> ``cupy.RawModule`` -> launch.
 
 ``kernel(name, device, **template_args)`` gives one loaded specialisation; calling it launches it on
-CuPy's current stream with *named* parameters. The ``.cu`` file is the only place where the order of
-template arguments and the layout of the parameter struct are written: both are read from it.
+CuPy's current stream with *named* parameters, and ``bind`` packs most of them ahead of many calls.
+The ``.cu`` file is the only place where the order of template arguments and the layout of the
+parameter struct are written: both are read from it.
 
 Compiling needs no GPU (NVRTC makes machine code for any architecture), so the check that compiles
 every specialisation uses the same ``compile_kernels`` as a first call does.
@@ -21,8 +22,8 @@ import shutil
 import struct
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +38,7 @@ from cukv._arrays import CudaUnavailableError, as_dtype, is_available
 from cukv._specialisations import SPELLING, specialisations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 log = logging.getLogger("cukv")
 
@@ -101,9 +102,14 @@ class Layout(NamedTuple):
     """A C struct as Python packs it; nested structs are fields of already packed bytes."""
 
     names: tuple[str, ...]
-    format: str
+    codes: tuple[str, ...]  # of each field, with the padding before it; then the padding at the end
     size: int
     alignment: int
+
+    @property
+    def format(self) -> str:
+        """Format of all of it."""
+        return "=" + "".join(self.codes)
 
 
 @functools.cache
@@ -115,7 +121,7 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
         raise ValueError(f"no struct {struct_name} in kernels/{kernel_name}.cu or kernels/common")
     # A field is a statement of the struct itself without a call; the rest are member functions.
     body = re.sub(r" *//[^\n]*", "", found[1])
-    names, fmt, size, alignment = [], "=", 0, 1
+    names, codes, size, alignment = [], [], 0, 1
     for line in re.findall(r"^    ([^\s(][^(\n]*;)$", body, re.MULTILINE):
         parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+);", line)
         if parsed is None:
@@ -130,11 +136,11 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
             nested = struct_layout(declared, kernel_name)
             code, width, align = f"{nested.size}s", nested.size, nested.alignment
         pad = -size % align
-        fmt += f"{pad}x{code}"
+        codes.append(f"{pad}x{code}")
         size, alignment = size + pad + width, max(alignment, align)
         names.append(field)
     tail = -size % alignment
-    return Layout(tuple(names), f"{fmt}{tail}x", size + tail, alignment)
+    return Layout(tuple(names), (*codes, f"{tail}x"), size + tail, alignment)
 
 
 def packer(struct_name: str) -> Callable[..., bytes]:
@@ -264,9 +270,10 @@ class _Staging(threading.local):
         # A thread's first launch needs a context; the driver's call, unlike CuPy's, makes none.
         if is_available():
             cp.cuda.runtime.setDevice(getDevice())
-        self.memory = (ctypes.c_char * 4096)()
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))
-        self.address = ctypes.addressof(self._pointers)
+        memory = (ctypes.c_char * 4096)()
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        # The memory, and the address of the driver's array of pointers to parameters: one look-up.
+        self.memory_and_address = memory, ctypes.addressof(self._pointers)
 
 
 @functools.cache
@@ -274,43 +281,114 @@ def _staging() -> _Staging:
     return _Staging()  # not at import, which must touch no GPU
 
 
+BoundLaunch = Callable[..., None]  # launches with what Kernel.bind left to each call
+
+_UNASKED_SMEM_BYTES = 48 * 1024  # dynamic shared memory that any launch may have
+_smem_lock = threading.Lock()
+
+
+class _Split(NamedTuple):
+    """How a parameter struct is packed in two parts."""
+
+    fixed: tuple[str, ...]  # names of the second part's fields
+    pack: Callable[..., bytes]  # the second part, with the padding before it
+    pack_into: Callable[..., None]  # all of it: the first part's fields, the second part as packed
+
+
 class Kernel:
     """One loaded specialisation; calling it launches it on CuPy's current stream."""
 
     __slots__ = (
-        "_count",
         "_device",
         "_function",
+        "_layout",
         "_name",
         "_pack_into",
         "_raw",
+        "_smem_bytes",
+        "_splits",
         "_staging",
-        "_values",
     )
 
     def __init__(self, name: str, device: int, raw: Any) -> None:
-        layout = struct_layout(_params_struct(name), name)
         self._name, self._device = name, device
         self._raw = raw  # owns the module that holds the function
         self._function = raw.kernel.ptr
-        self._pack_into = struct.Struct(layout.format).pack_into
-        names = layout.names
-        self._values = itemgetter(*names) if len(names) > 1 else lambda params: (params[names[0]],)
-        self._count = len(names)
+        self._layout = struct_layout(_params_struct(name), name)
+        self._splits: dict[tuple[str, ...], _Split] = {}
+        self._pack_into = self._split(self._layout.names).pack_into
+        self._smem_bytes = _UNASKED_SMEM_BYTES
         self._staging = _staging()
 
     def __call__(self, grid: int, cta: int, smem_bytes: int = 0, /, **params: Any) -> None:
         """Launch ``grid`` CTAs of ``cta`` threads. Parameters are the fields of the struct."""
-        if len(params) != self._count:
-            raise TypeError(f"{self._name}: takes {self._count} parameters, got {sorted(params)}")
+        names = self._layout.names
+        if len(params) != len(names):
+            raise TypeError(f"{self._name}: takes {len(names)} parameters, got {sorted(params)}")
+        if smem_bytes > self._smem_bytes:
+            self._allow(smem_bytes)
+        values = map(params.__getitem__, names)
+        self._launch(grid, cta, smem_bytes, self._pack_into, b"", *values)
+
+    def bind(
+        self,
+        grid: int,
+        cta: int,
+        smem_bytes: int = 0,
+        /,
+        *,
+        per_call: tuple[str, ...],
+        **fixed: Any,
+    ) -> BoundLaunch:
+        """Prepare a launch for many calls: ``bind(...)(*values of the fields per_call)``.
+
+        ``per_call`` are the struct's first fields, in its order. All others are given here and
+        packed once.
+        """
+        split = self._splits.get(per_call) or self._split(per_call)
+        if len(fixed) != len(split.fixed):
+            raise TypeError(f"{self._name}: bind takes {list(split.fixed)}, got {sorted(fixed)}")
+        if smem_bytes > self._smem_bytes:
+            self._allow(smem_bytes)
+        packed = split.pack(*map(fixed.__getitem__, split.fixed))
+        return functools.partial(self._launch, grid, cta, smem_bytes, split.pack_into, packed)
+
+    def _split(self, per_call: tuple[str, ...]) -> _Split:
+        """Split the struct into the fields that each call gives and those that all share."""
+        names, codes, size, _ = self._layout
+        n = len(per_call)
+        if names[:n] != per_call:
+            raise TypeError(
+                f"{self._name}: per_call must be the first of {list(names)}, got {list(per_call)}"
+            )
+        first, second = ("=" + "".join(part) for part in (codes[:n], codes[n:]))
+        whole = struct.Struct(f"{first}{size - struct.calcsize(first)}s")
+        pack = struct.Struct(second).pack
+        return self._splits.setdefault(per_call, _Split(names[n:], pack, whole.pack_into))
+
+    def _allow(self, smem_bytes: int) -> None:
+        """Let launches have so much dynamic shared memory."""
+        with _smem_lock, cp.cuda.Device(self._device):
+            if self._raw.max_dynamic_shared_size_bytes < smem_bytes:
+                self._raw.max_dynamic_shared_size_bytes = smem_bytes
+            self._smem_bytes = max(self._smem_bytes, smem_bytes)
+
+    def _launch(
+        self,
+        grid: int,
+        cta: int,
+        smem_bytes: int,
+        pack_into: Callable[..., None],
+        fixed: bytes,
+        *per_call: Any,
+    ) -> None:
         if getDevice() != self._device:
             with cp.cuda.Device(self._device):
-                self(grid, cta, smem_bytes, **params)
+                self._launch(grid, cta, smem_bytes, pack_into, fixed, *per_call)
             return
-        staging = self._staging
-        self._pack_into(staging.memory, 0, *self._values(params))
+        memory, address = self._staging.memory_and_address
+        pack_into(memory, 0, *per_call, fixed)
         stream = get_current_stream().ptr
-        address = staging.address
         launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
 
 

@@ -35,12 +35,12 @@ from cukv._index import (
 from cukv._kernels import kernel
 from cukv._rows import (
     MOVE_THREADS,
+    Append,
     AppendMove,
     Deal,
     Fit,
     Pages,
     outer_strides,
-    pack_rows,
     resident_ctas,
 )
 from cukv._specialisations import vector_size
@@ -50,18 +50,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
-_MAX_MOVES = 64  # signatures that a cache remembers; strides of HND rows change with their number
+# Signatures of rows that a cache remembers, without and with their number, with which the strides
+# of HND rows change.
+_MAX_MOVES = _MAX_APPENDS = 64
 
 
 class PagePair:
     """The two storage arrays of a cache, under one page table."""
 
-    __slots__ = ("_append_moves", "first", "page_size", "second")
+    __slots__ = ("_append_moves", "_appends", "first", "page_size", "second")
 
     def __init__(self, first: Pages, second: Pages) -> None:
         self.first, self.second = first, second
         self.page_size = int(first.array.shape[1])
         self._append_moves: dict[tuple[Any, ...], AppendMove] = {}
+        self._appends: dict[tuple[Any, ...], Append] = {}
 
     @classmethod
     def of(
@@ -119,13 +122,27 @@ class PagePair:
         v_scale: Any,
     ) -> None:
         """Write packed rows into the pages of both storage arrays, in one launch."""
-        move = self._append_move(op, k, v, table)
-        nnz, batch_size, like = k.shape[0], table.batch_size, table.indptr
+        self.check_table(op, table)
+        first, second, batch_size = self.first, self.second, table.batch_size
+        if (
+            type(k) is not cp.ndarray
+            or type(v) is not cp.ndarray
+            or not (first.device == table.device == k.data.device_id == v.data.device_id)
+        ):
+            self._check_rows(op, k, v, table)
+        signature = (k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype, batch_size)
+        append = self._appends.get(signature)
+        if append is None:
+            if k.shape[:1] != v.shape[:1]:
+                self._check_rows(op, k, v, table)
+            if len(self._appends) >= _MAX_APPENDS:
+                self._appends.clear()
+            append = self._appends[signature] = self._append(op, k, v, batch_size)
         if indptr is None or batch_indices is not None or positions is not None:
-            _check_row_arguments(op, nnz, batch_size, indptr, batch_indices, positions)
-        k_factor = _append_scale(op, self.first, k_scale)
-        v_factor = _append_scale(op, self.second, v_scale)
-        if isinstance(k, np.ndarray):
+            _check_row_arguments(op, len(k), batch_size, indptr, batch_indices, positions)
+        k_factor = _append_scale(op, first, k_scale)
+        v_factor = _append_scale(op, second, v_scale)
+        if first.device < 0:
             factors = (k_factor, v_factor)
             self._append_on_host(op, (k, v), table, indptr, batch_indices, positions, factors)
             return
@@ -133,45 +150,27 @@ class PagePair:
         if indptr is not None:
             # Kept until the launch, as those below: memory freed before it could become another's.
             if type(indptr) is not cp.ndarray:
-                indptr = as_index(op, "indptr", indptr, like)
-            rows = pack_index_argument(op, "indptr", indptr, batch_size + 1, like)
+                indptr = as_index(op, "indptr", indptr, table.indptr)
+            rows = pack_index_argument(op, "indptr", indptr, batch_size + 1, table.indptr)
         elif positions is not None:
-            batch_indices = as_index(op, "batch_indices", batch_indices, like)
-            positions = as_index(op, "positions", positions, like)
-            batch = pack_index_argument(op, "batch_indices", batch_indices, nnz, like)
-            token = pack_index_argument(op, "positions", positions, nnz, like)
-        if nnz == 0 or batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]:
+            batch_indices = as_index(op, "batch_indices", batch_indices, table.indptr)
+            positions = as_index(op, "positions", positions, table.indptr)
+            batch = pack_index_argument(op, "batch_indices", batch_indices, len(k), table.indptr)
+            token = pack_index_argument(op, "positions", positions, len(k), table.indptr)
+        if append.nothing:
             return
+        append.launch(table.packed, k.data.ptr, v.data.ptr, rows, batch, token, k_factor, v_factor)
 
-        move.launch(
-            k.data.ptr,
-            v.data.ptr,
-            nnz,
-            table=table.packed,
-            k_cache=self.first.packed,
-            v_cache=self.second.packed,
-            indptr=rows,
-            batch_indices=batch,
-            positions=token,
-            k_scale=k_factor,
-            v_scale=v_factor,
-            requests_per_row=batch_size / nnz,
-        )
-
-    def _append_move(self, op: str, k: Array, v: Array, table: PageTable) -> AppendMove:
-        """Check homes, devices and sizes of a call, and find the move of its signature."""
-        self.check_table(op, table)
+    def _check_rows(self, op: str, k: Array, v: Array, table: PageTable) -> None:
+        """Raise unless there are as many rows of both, in the home of all."""
         if k.shape[:1] != v.shape[:1]:
             dims = {"nnz": k.shape[0]} if k.ndim else {}
             match(op, self.second.name, v, ("nnz", "num_heads", "head_dim"), dims)
-        device = self.first.device
-        if (
-            type(k) is not cp.ndarray
-            or type(v) is not cp.ndarray
-            or not (device == table.device == k.data.device_id == v.data.device_id)
-        ):
-            names = {self.first.name: k, self.second.name: v}
-            home(op, cache=self.first.array, table=table.indptr, **names)
+        names = {self.first.name: k, self.second.name: v}
+        home(op, cache=self.first.array, table=table.indptr, **names)
+
+    def _append(self, op: str, k: Array, v: Array, batch_size: int) -> Append:
+        """Prepare to append so many rows; rows that differ only in number are checked once."""
         # Strides of an axis count where it is longer than 1, so none, one and many rows differ.
         num_rows = k.shape[:1] and min(k.shape[0], 2)
         signature = (num_rows, k.dtype, k.strides, k.shape[1:], v.dtype, v.strides, v.shape[1:])
@@ -180,7 +179,8 @@ class PagePair:
             if len(self._append_moves) >= _MAX_MOVES:
                 self._append_moves.clear()
             move = self._append_moves[signature] = AppendMove(op, (self.first, self.second), (k, v))
-        return move
+        nothing = batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]
+        return Append(move, len(k), batch_size, nothing)
 
     def _append_on_host(
         self,
@@ -371,14 +371,15 @@ def _gather_array(
     fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, dtype)
     if rows.data.ptr % 16 or not fit.takes(vec):
         vec = 1
-    shares, ctas = Deal(rows, fit, vec).shares(nnz, resident_ctas(pages.device), MOVE_THREADS)
+    packed, ctas = Deal(rows, fit, vec).shares(nnz, resident_ctas(pages.device), MOVE_THREADS)
     kernel("gather", pages.device, FROM=cache.dtype, TO=dtype, VEC=vec)(
         ctas,
         MOVE_THREADS,
         table=table.packed,
         token_indptr=pack_index(token_indptr),
         cache=pages.packed,
-        rows=pack_rows(rows.data.ptr, *shares),
+        out=rows.data.ptr,
+        rows=packed,
         scale=factor,
         nnz=nnz,
     )
@@ -405,14 +406,15 @@ def _copy_array(op: str, pages: Pages, scratch: Array, src: Array, dst: Array) -
     unit = alignment(pages.alignment, fit.head_dim, *outer_strides(scratch))
     size = next(n for n in (16, 4, 2, 1) if unit % n == 0)
     deal = Deal(scratch, fit, size)
-    shares, ctas = deal.shares(len(scratch), resident_ctas(pages.device), MOVE_THREADS)
+    rows, ctas = deal.shares(len(scratch), resident_ctas(pages.device), MOVE_THREADS)
     launch = kernel("copy_pages", pages.device, BYTES=size)
     for to_scratch in (1, 0):
         launch(
             ctas,
             MOVE_THREADS,
             cache=pages.packed,
-            scratch=pack_rows(scratch.data.ptr, *shares),
+            scratch=scratch.data.ptr,
+            rows=rows,
             src=pack_index(src),
             dst=pack_index(dst),
             page_size=pages.array.shape[1],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -10,11 +10,14 @@ import numpy as np
 from cukv._arrays import DTYPES, Array, alignment
 from cukv._check import match, match_dtype, match_rows, match_writable
 from cukv._index import pack_divisor
-from cukv._kernels import Kernel, kernel, num_sms, packer
+from cukv._kernels import kernel, num_sms, packer
 from cukv._specialisations import vector_size
 
+if TYPE_CHECKING:
+    from cukv._kernels import BoundLaunch
+
 _pack_pages = packer("Pages")
-pack_rows = packer("Rows")
+_pack_rows = packer("Rows")
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -24,7 +27,8 @@ _FEW_MOVE_THREADS = 128  # for few rows, whose time is the latency of one CTA
 _SLOT_THREADS = 32
 _MAX_ROWS_PER_CTA = 256  # kernels/common/rows.cuh
 _CTAS_PER_SM = 7
-_MAX_DEALT = 64  # numbers of rows that are remembered
+# Fields of AppendParams that differ from call to call.
+_PER_CALL = ("table", "k", "v", "indptr", "batch_indices", "positions", "k_scale", "v_scale")
 _VECS_PER_THREAD = 3  # 2 pay too little for finding slots, 4 walk too far apart: 138, 134, 135 us
 
 
@@ -100,26 +104,15 @@ class Deal:
         self._most = max(1, min(_MAX_ROWS_PER_CTA, most))
         self._divisors = pack_divisor(self.columns), pack_divisor(columns_per_head)
 
-    def shares(self, nnz: int, ctas: int, threads: int) -> tuple[tuple[Any, ...], int]:
-        """Deal nnz rows: (all that a kernel needs of them but their address, CTAs that move them).
+    def shares(self, nnz: int, ctas: int, threads: int) -> tuple[bytes, int]:
+        """Deal nnz rows: (kernels/common/rows.cuh's Rows, CTAs that move them).
 
         Each CTA has work for its threads at least, and an equal share of ``ctas`` CTAs at most
         until shares are large enough.
         """
         rows = min(max(-(-nnz // ctas), -(-threads // max(self.columns, 1))), self._most)
         num_ctas = -(-nnz // rows) if self.columns else 0
-        return (*self._strides, *self._divisors, rows, 0), num_ctas
-
-
-class _Dealt(NamedTuple):
-    """A launch of ``append`` for a number of rows, but for addresses."""
-
-    append: Kernel
-    grid: int
-    threads: int
-    k: tuple[Any, ...]
-    v: tuple[Any, ...]
-    params: dict[str, Any]
+        return _pack_rows(*self._strides, *self._divisors, rows), num_ctas
 
 
 class AppendMove:
@@ -144,38 +137,51 @@ class AppendMove:
             self._device, vec = k_cache.device, vector_size(*self._dtypes.values())
             self._vec = vec if all(fit.takes(vec) for fit in fits) else 1
             self._deals = {n: (Deal(k, fits[0], n), Deal(v, fits[1], n)) for n in {1, self._vec}}
-            self._dealt: dict[tuple[int, int], _Dealt] = {}
+            self._packed = {"k_cache": k_cache.packed, "v_cache": v_cache.packed}
 
-    def launch(self, k_pointer: int, v_pointer: int, nnz: int, **params: Any) -> None:
-        """Launch for rows at these addresses."""
-        vec, pointers = self._vec, k_pointer | v_pointer
-        if pointers % 16:
-            vec, size = 1, self._dtypes["FROM"].itemsize
-            if pointers % size:
-                raise ValueError(f"{self._op}: rows must be aligned to their {size}-byte elements")
-        dealt = self._dealt.get((vec, nnz)) or self._deal(vec, nnz)
-        dealt.append(
-            dealt.grid,
-            dealt.threads,
-            k=pack_rows(k_pointer, *dealt.k),
-            v=pack_rows(v_pointer, *dealt.v),
-            **dealt.params,
-            **params,
-        )
-
-    def _deal(self, vec: int, nnz: int) -> _Dealt:
-        """Work out a launch, and remember it: steps repeat their number of rows."""
+    def bind(self, misaligned: int, nnz: int, batch_size: int) -> BoundLaunch:
+        """Prepare a launch for nnz rows at addresses with these bits below 16."""
+        vec, size = self._vec, self._dtypes["FROM"].itemsize
+        if misaligned % size:
+            raise ValueError(f"{self._op}: rows must be aligned to their {size}-byte elements")
+        if misaligned:
+            vec = 1
         k_deal, v_deal = self._deals[vec]
         ctas = resident_ctas(self._device)
         # Few rows are all on their way at once, and then gain from leaving the L2 first.
         few = nnz * (k_deal.columns + v_deal.columns) <= ctas * _FEW_MOVE_THREADS
         threads = _FEW_MOVE_THREADS if few else MOVE_THREADS
-        k, k_ctas = k_deal.shares(nnz, ctas, threads)
-        v, v_ctas = v_deal.shares(nnz, ctas, threads)
-        append = kernel("append", self._device, **self._dtypes, VEC=vec)
-        params = {"k_ctas": k_ctas, "v_ctas": v_ctas, "nnz": nnz, "evict_first": few}
-        if len(self._dealt) >= _MAX_DEALT:
-            self._dealt.clear()
-        dealt = _Dealt(append, k_ctas + v_ctas, threads + _SLOT_THREADS, k, v, params)
-        self._dealt[vec, nnz] = dealt
-        return dealt
+        k_rows, k_ctas = k_deal.shares(nnz, ctas, threads)
+        v_rows, v_ctas = v_deal.shares(nnz, ctas, threads)
+        return kernel("append", self._device, **self._dtypes, VEC=vec).bind(
+            k_ctas + v_ctas,
+            threads + _SLOT_THREADS,
+            per_call=_PER_CALL,
+            **self._packed,
+            k_rows=k_rows,
+            v_rows=v_rows,
+            nnz=nnz,
+            k_ctas=k_ctas,
+            v_ctas=v_ctas,
+            evict_first=few,
+            requests_per_row=batch_size / nnz,
+        )
+
+
+class Append:
+    """Append of a number of rows of one signature, for a number of requests."""
+
+    __slots__ = ("_launches", "_move", "_sizes", "nothing")
+
+    def __init__(self, move: AppendMove, nnz: int, batch_size: int, nothing: bool) -> None:
+        self._move, self._sizes = move, (nnz, batch_size)
+        self.nothing = nothing  # is to be done
+        self._launches: dict[int, BoundLaunch] = {}  # by the bits of addresses below 16
+
+    def launch(self, table: bytes, k: int, v: int, *others: bytes) -> None:
+        """Launch for rows at the addresses k and v."""
+        misaligned = (k | v) % 16
+        launch = self._launches.get(misaligned)
+        if launch is None:
+            launch = self._launches[misaligned] = self._move.bind(misaligned, *self._sizes)
+        launch(table, k, v, *others)

@@ -16,16 +16,20 @@
 namespace cukv {
 
 struct AppendParams {
+    // What each call gives:
     PageTable table;
-    Pages k_cache;
-    Pages v_cache;
-    Rows k;               // [nnz, num_kv_heads, head_dim]
-    Rows v;               // [nnz, num_kv_heads, head_dim_vo]
+    const char* k;        // [nnz, num_kv_heads, head_dim]
+    const char* v;        // [nnz, num_kv_heads, head_dim_vo]
     Index indptr;         // [batch_size + 1] rows, or not given
     Index batch_indices;  // [nnz] with positions, or not given
     Index positions;      // [nnz], tokens
     Scale k_scale;
     Scale v_scale;
+    // What calls share:
+    Pages k_cache;
+    Pages v_cache;
+    Rows k_rows;
+    Rows v_rows;
     int64_t nnz;
     int32_t k_ctas;
     int32_t v_ctas;
@@ -73,6 +77,7 @@ constexpr int SLOTS_FOUND = 1;  // barrier: all slots are in smem
 template <typename FROM, typename TO, int VEC>
 __device__ __forceinline__ void append_array(
     const AppendParams& p,
+    const char* from_rows,
     const Rows& rows,
     const Pages& cache,
     const Scale& scale,
@@ -88,7 +93,7 @@ __device__ __forceinline__ void append_array(
         return;
     }
     const auto load = [&](const Place& place) {
-        const char* row = rows.base + (range.first + place.local_row) * rows.row_stride;
+        const char* row = from_rows + (range.first + place.local_row) * rows.row_stride;
         const char* from = row + place.offset<FROM, VEC>(rows.head_stride);
         return p.evict_first ? load_vec_evict_first<FROM, VEC>(from) : load_vec<FROM, VEC>(from);
     };
@@ -130,9 +135,9 @@ __global__ void __launch_bounds__(256 + WARP_SIZE, (MIN_CTAS<FROM, K_TO, V_TO>))
     const bool of_k = paired ? cta_idx % 2 == 0 : p.k_ctas > p.v_ctas;
     const int32_t array_cta_idx = paired ? cta_idx / 2 : cta_idx - pairs;
     if (of_k) {
-        append_array<FROM, K_TO, VEC>(p, p.k, p.k_cache, p.k_scale, array_cta_idx, slots);
+        append_array<FROM, K_TO, VEC>(p, p.k, p.k_rows, p.k_cache, p.k_scale, array_cta_idx, slots);
     } else {
-        append_array<FROM, V_TO, VEC>(p, p.v, p.v_cache, p.v_scale, array_cta_idx, slots);
+        append_array<FROM, V_TO, VEC>(p, p.v, p.v_rows, p.v_cache, p.v_scale, array_cta_idx, slots);
     }
 }
 

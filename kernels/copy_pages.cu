@@ -14,9 +14,10 @@ namespace cukv {
 
 struct CopyPagesParams {
     Pages cache;
-    Rows scratch;  // [num_pairs * page_size, num_heads, head_dim in bytes]
-    Index src;     // [num_pairs], page ids
-    Index dst;     // [num_pairs], page ids
+    char* scratch;  // [num_pairs * page_size, num_heads, head_dim in bytes]
+    Rows rows;      // of scratch
+    Index src;      // [num_pairs], page ids
+    Index dst;      // [num_pairs], page ids
     int64_t page_size;
     int64_t to_scratch;  // 1: read the cache, 0: write it
 };
@@ -28,7 +29,7 @@ template <int BYTES>
 __global__ void __launch_bounds__(256) copy_pages(const __grid_constant__ CopyPagesParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
     // 1 which token rows of which pages
-    const RowRange range(p.src.size * p.page_size, p.scratch, blockIdx.x);
+    const RowRange range(p.src.size * p.page_size, p.rows, blockIdx.x);
     for (int i = threadIdx.x; i < range.num; i += blockDim.x) {
         const int64_t row = range.first + i;
         const int64_t pair = row / p.page_size, entry = row - pair * p.page_size;
@@ -41,8 +42,8 @@ __global__ void __launch_bounds__(256) copy_pages(const __grid_constant__ CopyPa
     // 2 copy them
     using Bytes = Vec<uint8_t, BYTES>;
     const auto in_scratch = [&](const Place& place) {
-        return p.scratch.base + (range.first + place.local_row) * p.scratch.row_stride +
-               place.offset<uint8_t, BYTES>(p.scratch.head_stride);
+        return p.scratch + (range.first + place.local_row) * p.rows.row_stride +
+               place.offset<uint8_t, BYTES>(p.rows.head_stride);
     };
     const auto in_cache = [&](const Place& place) {
         return p.cache.base + slots[place.local_row] +
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(256) copy_pages(const __grid_constant__ CopyPa
             store_vec(p.to_scratch ? in_scratch(place) : in_cache(place), x);
         }
     };
-    move_rows<Bytes>(p.scratch, range.num, blockDim.x, load, [] {}, store);
+    move_rows<Bytes>(p.rows, range.num, blockDim.x, load, [] {}, store);
 }
 
 }  // namespace cukv

@@ -2,7 +2,7 @@
 //
 //   b   = request of row i: token_indptr[b] <= i < token_indptr[b + 1]
 //   pos = i - token_indptr[b],  page = indices[table.indptr[b] + pos / page_size]
-//   rows[i, h, :] = cache[page, pos % page_size, h, :]      0 where the table names no page
+//   out[i, h, :] = cache[page, pos % page_size, h, :]      0 where the table names no page
 //
 // Bound by HBM: every row read once and written once.
 // Host: cukv/paged.py PagedKVCache.gather, cukv/mla.py MLAPagedCache.gather
@@ -15,7 +15,8 @@ struct GatherParams {
     PageTable table;
     Index token_indptr;  // [batch_size + 1], tokens
     Pages cache;
-    Rows rows;  // [nnz, num_kv_heads, head_dim], written
+    char* out;  // [nnz, num_kv_heads, head_dim], written
+    Rows rows;
     Scale scale;
     int64_t nnz;
 };
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(256) gather(const __grid_constant__ GatherPara
         if (slots[place.local_row] == PADDING) {
             return;
         }
-        char* row = p.rows.base + (range.first + place.local_row) * p.rows.row_stride;
+        char* row = p.out + (range.first + place.local_row) * p.rows.row_stride;
         store_vec(
             row + place.offset<TO, VEC>(p.rows.head_stride),
             convert<FROM, TO, VEC>(x, [=](float value) { return value * scale; }));

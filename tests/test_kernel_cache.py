@@ -1,9 +1,11 @@
 """Compiled kernels on disk and in the process: whole, shared, and never stale."""
 
+import ctypes
 import hashlib
 import os
 import pwd
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -179,9 +181,10 @@ def test_a_user_without_a_home_gets_a_folder(monkeypatch, tmp_path):
 
 
 class FakeModule:
-    """Stands for a loaded module; counts how many were made."""
+    """Stands for a loaded module and its function; counts how many were made."""
 
     made = 0
+    max_dynamic_shared_size_bytes = 1024
     lock = threading.Lock()
 
     def __init__(self, path):
@@ -253,6 +256,11 @@ def test_a_launch_outside_the_table_is_not_implemented_and_lists_what_is():
         _kernels.kernel("gather", 0, FROM=np.dtype(np.float64), TO=np.dtype(np.float64), VEC=2)
 
 
+def packed(arguments, layout):
+    """Read the parameters that the driver was given by this thread's last launch."""
+    return ctypes.string_at(ctypes.c_void_p.from_address(arguments[9]).value, layout.size)
+
+
 def test_a_launch_packs_parameters_by_name(fake_gpu):
     launch = _kernels.kernel("page_indptr", 0)
     layout = _kernels.struct_layout("PageIndptrParams", "page_indptr")
@@ -262,8 +270,7 @@ def test_a_launch_packs_parameters_by_name(fake_gpu):
     launch(3, 128, 64, page_size=16, **backwards)
     (arguments,) = fake_gpu
     assert arguments[1:8] == (3, 1, 1, 128, 1, 1, 64)
-    packed = bytes(_kernels._staging().memory)[: layout.size]
-    assert packed == b"".join(values.values()) + (16).to_bytes(8, "little")
+    assert packed(arguments, layout) == b"".join(values.values()) + (16).to_bytes(8, "little")
 
 
 def test_a_launch_goes_to_the_kernels_device_and_leaves_the_current_one(fake_gpu, monkeypatch):
@@ -284,7 +291,102 @@ def test_a_launch_with_missing_or_unknown_parameters_raises(fake_gpu):
     assert fake_gpu == []
 
 
+PADDED = """
+struct PaddedParams {
+    int32_t first;
+    Index second;  // padded to 8
+    float third;
+    int64_t fourth;  // padded to 8
+    int32_t fifth;
+};
+"""
+
+
+@pytest.fixture
+def padded(fake_gpu, kernel_sources):
+    """A kernel whose parameters have padding before, between and behind them."""
+    (kernel_sources / "padded.cu").write_text(PADDED)
+    return _kernels.Kernel("padded", 0, FakeModule(None))
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_a_bound_launch_packs_what_a_call_by_name_packs(first, padded, fake_gpu):
+    layout = _kernels.struct_layout("PaddedParams", "padded")
+    values = {"first": 1, "second": bytes(range(1, 33)), "third": 2.5, "fourth": 3, "fifth": 4}
+    padded(3, 128, 64, **values)
+    by_name = packed(fake_gpu[0], layout)
+    assert by_name[:40] == b"\1" + bytes(7) + values["second"]
+
+    per_call = tuple(values)[:first]
+    fixed = {name: values[name] for name in reversed(values) if name not in per_call}
+    launch = padded.bind(3, 128, 64, per_call=per_call, **fixed)
+    ctypes.memset(_kernels._staging().memory_and_address[0], 255, layout.size)
+    launch(*(values[name] for name in per_call))
+    assert fake_gpu[0] == fake_gpu[1]
+    assert packed(fake_gpu[1], layout) == by_name
+
+
+def test_a_bound_launch_goes_to_its_kernels_device(fake_gpu, monkeypatch):
+    seen = []
+    monkeypatch.setattr(_kernels, "launchKernel", lambda *_: seen.append(FakeDevice.current))
+    index = b"i" * _kernels.struct_layout("Index").size
+    launch = _kernels.kernel("page_indptr", 1).bind(
+        1, 32, per_call=("seq_lens", "indptr"), last_page_len=index, page_size=16
+    )
+    launch(index, index)
+    assert (seen, FakeDevice.current) == ([1], 0)
+
+
+@pytest.mark.parametrize(
+    "per_call",
+    [("second",), ("second", "first"), ("first", "third"), ("first", "nothing"),
+     ("first", "second", "third", "fourth", "fifth", "sixth")],
+)  # fmt: skip
+def test_each_call_gives_the_first_parameters_in_order(per_call, padded):
+    with pytest.raises(TypeError, match=r"padded: per_call must be the first of \['first', "):
+        padded.bind(1, 32, per_call=per_call)
+
+
+def test_a_bound_launch_with_missing_or_unknown_parameters_raises(padded, fake_gpu):
+    with pytest.raises(
+        TypeError, match=r"padded: bind takes \['fourth', 'fifth'\], got \['fifth'\]"
+    ):
+        padded.bind(1, 32, per_call=("first", "second", "third"), fifth=4)
+    with pytest.raises((TypeError, KeyError)):
+        padded.bind(1, 32, per_call=("first", "second", "third"), fifth=4, sixth=5)
+    launch = padded.bind(1, 32, per_call=("first", "second", "third"), fourth=3, fifth=4)
+    with pytest.raises(struct.error):
+        launch(1, b"")
+    assert fake_gpu == []
+
+
+def test_more_shared_memory_than_48_kb_is_asked_for_once_and_never_lowered(padded, monkeypatch):
+    asked = []
+
+    class Function(FakeModule):
+        @property
+        def max_dynamic_shared_size_bytes(self):
+            return asked[-1][1] if asked else 1024
+
+        @max_dynamic_shared_size_bytes.setter
+        def max_dynamic_shared_size_bytes(self, size):
+            asked.append((FakeDevice.current, size))
+
+    values = {"first": 1, "second": b"", "third": 2.5, "fourth": 3, "fifth": 4}
+    launch = _kernels.Kernel("padded", 1, Function(None))
+    launch(1, 32, 48 * 1024, **values)
+    launch.bind(1, 32, 48 * 1024, per_call=(), **values)
+    assert asked == []
+    launch.bind(1, 32, 100_000, per_call=(), **values)
+    launch(1, 32, 60_000, **values)
+    launch(1, 32, 100_000, **values)
+    launch(1, 32, 200_000, **values)
+    assert asked == [(1, 100_000), (1, 200_000)]  # on the kernel's device
+
+
 def test_every_parameter_struct_fits_the_staging_memory():
     for name in _kernels.specialisations():
         struct_name = _kernels._params_struct(name)
-        assert _kernels.struct_layout(struct_name, name).size <= len(_kernels._staging().memory)
+        assert _kernels.struct_layout(struct_name, name).size <= len(
+            _kernels._staging().memory_and_address[0]
+        )

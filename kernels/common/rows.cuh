@@ -11,16 +11,15 @@ namespace cukv {
 
 constexpr int MAX_ROWS_PER_CTA = 256;
 
-// Packed rows [nnz, num_heads, head_dim]: what append reads and gather writes. Where the heads of
-// rows and pages are both contiguous, the host passes one head of all their elements.
+// How packed rows [nnz, num_heads, head_dim], which append reads and gather writes, lie and are dealt
+// to CTAs; their address is a parameter of its own. Where the heads of rows and pages are both
+// contiguous, the host passes one head of all their elements.
 struct Rows {
-    char* base;
     int64_t row_stride;        // bytes
     int64_t head_stride;       // bytes
     Divisor columns;           // vectors of a row
     Divisor columns_per_head;  // vectors of a head
     int32_t rows_per_cta;
-    int32_t reserved;
 };
 
 // The rows [first, first + num) of the cta_idx-th CTA of an array.
