@@ -9,6 +9,7 @@ pages. A test makes the arrays on the host and the nouns in the home it is about
     cache, table = case.nouns(arrays, xp)  # NumPy's share memory with arrays
 """
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +41,27 @@ def fake_cupy(shape, dtype="float16", device=0):
     size = max(int(np.prod(shape)) * dtype.itemsize, 1)
     memory = cp.cuda.UnownedMemory(1 << 20, size, None, device_id=device)
     return cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
+
+
+@contextlib.contextmanager
+def captured(call, ready=lambda: None):
+    """Capture a call in a graph, in global mode: give (stream, graph, what the call returned).
+
+    The stream is a new one, current in the block and ordered with no other. The call has run on it
+    twice, so that all is compiled and the pool holds what the call needs; then ``ready`` has run.
+    """
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        cp.cuda.Device().synchronize()  # arrays made before are there
+        for _ in range(2):
+            call()
+        ready()
+        stream.synchronize()
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
+        try:
+            result = call()
+        finally:  # a capture left open would fail every test that follows
+            graph = stream.end_capture()
+        yield stream, graph, result
 
 
 def indptr_of(lens, dtype="int32"):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from brute import pack
-from cases import on
+from cases import captured, on
 from tolerances import to_numpy as host
 
 from cukv import PackedMask, RaggedMask, RaggedTensor, packbits, reference, segment_packbits
@@ -552,16 +552,8 @@ def test_captured_packing_writes_nothing_but_its_results(rng):
         lambda: PackedMask(packed.data, packed.qo_indptr, packed.kv_indptr).indptr,
         lambda: packbits(columns),
     ]
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        for call in calls:
-            for _ in range(2):
-                call()
-            stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-            try:
-                result = call()
-            finally:
-                graph = stream.end_capture()
+    for call in calls:
+        with captured(call) as (stream, graph, result):
             # Memory of the capture that went back to the pool would be among these.
             others = [cp.full(n, 7, np.uint8) for n in (512, 1024) for _ in range(64)]
             graph.launch(stream)
@@ -575,15 +567,11 @@ def test_packing_can_be_captured_and_replayed(rng):
     lens = [100, 0, 7000, 33]
     x, indptr = cp.zeros(sum(lens), bool), cp.zeros(5, np.int64)
     mask = RaggedMask(cp.zeros(200, bool), cp.zeros(3, np.int64), cp.zeros(3, np.int64))
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        for _ in range(2):  # compiled, and the pool warm
-            results = packbits(x), *segment_packbits(x, indptr), mask.pack().data, mask.indptr
-            del results
-        stream.synchronize()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        results = packbits(x), *segment_packbits(x, indptr), mask.pack().data, mask.indptr
-        graph = stream.end_capture()
 
+    def call():
+        return packbits(x), *segment_packbits(x, indptr), mask.pack().data, mask.indptr
+
+    with captured(call) as (stream, graph, results):
         truth, bits = truths(rng, len(x)), truths(rng, 200)
         x.set(truth, stream)
         indptr.set(prefix(lens), stream)

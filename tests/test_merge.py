@@ -7,7 +7,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import on
+from cases import captured, on
 from tolerances import LSE, MERGE, assert_close
 from tolerances import to_numpy as host
 
@@ -332,13 +332,7 @@ def test_inputs_are_left_alone(xp, rng):
 def test_merging_can_be_captured_and_replayed(rng):
     o, lse = states(rng, 40, 5, 8, 128)
     there = cp.zeros(o.shape, BF16), cp.zeros(lse.shape, np.float32)
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        for _ in range(2):  # compiled, and the pool warm
-            merge_states(*there)
-        stream.synchronize()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        got = merge_states(*there)
-        graph = stream.end_capture()
+    with captured(lambda: merge_states(*there)) as (stream, graph, got):
         there[0].set(o, stream)
         there[1].set(lse, stream)
         graph.launch(stream)

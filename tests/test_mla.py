@@ -4,7 +4,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import WAYS, MLACase, fake_cupy, indptr_of, on, poison, random_rows
+from cases import WAYS, MLACase, captured, fake_cupy, indptr_of, on, poison, random_rows
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, bits, to_numpy
 
 from cukv import MLAPagedCache, PageTable, Plan, RaggedTensor, reference
@@ -228,14 +228,7 @@ def test_a_captured_step_follows_its_arrays(rng):
         cache.append(ckv, kpe, table, indptr=indptr)
         return cache.gather(table, nnz=100)
 
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        for _ in range(2):
-            step()
-        stream.synchronize()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        results = step()
-        graph = stream.end_capture()
+    with captured(step) as (stream, graph, results):
         for lens, counts in (((33, 0, 60), (10, 0, 30)), ((5, 5, 5), (1, 5, 0))):
             made = PageTable.from_seq_lens(lens, 16, rng.permutation(20).astype(np.int32), 20)
             rows = [random_rows(rng, (40, n), "bfloat16") for n in (512, 64)]

@@ -7,7 +7,7 @@ import brute
 import cupy as cp
 import numpy as np
 import pytest
-from cases import PagedCase, fake_cupy, indptr_of, on
+from cases import PagedCase, captured, fake_cupy, indptr_of, on
 from tolerances import to_numpy
 
 from cukv import PageTable, batch_indices_positions
@@ -488,14 +488,7 @@ def test_captured_tables_follow_their_arrays(rng):
             *(x for t in (made, counted, handed) for x in (t.indptr, t.indices, t.last_page_len)),
         )
 
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        for _ in range(2):
-            call()
-        stream.synchronize()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        results = call()
-        graph = stream.end_capture()
+    with captured(call) as (stream, graph, results):
         for case in (after, before):
             indices = np.full(len(table.indices), -1, np.int32)
             indices[: sum(case.pages)] = rng.permutation(40)[: sum(case.pages)]

@@ -9,7 +9,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import WAYS, PagedCase, fake_cupy, indptr_of, on, poison, random_rows
+from cases import WAYS, PagedCase, captured, fake_cupy, indptr_of, on, poison, random_rows
 from tolerances import (
     ATTENTION_TANH,
     LSE,
@@ -327,7 +327,7 @@ def test_rows_that_are_not_contiguous_raise_after_none_of_the_same_strides(no_la
         cache.append(rows, rows, table, indptr=fake_cupy(2, "int32"))
 
 
-def test_of_two_rows_for_one_slot_one_lands_whole(xp, rng):
+def test_of_rows_for_one_slot_each_head_is_that_of_one_row(xp, rng):
     case = PagedCase((5,), 8)
     cache, table = case.nouns(case.arrays(rng), xp)
     rows = random_rows(rng, (200, 2, 64), "float16")
@@ -875,19 +875,6 @@ def test_append_and_gather_follow_the_current_stream(rng):
         assert_same_bits(to_numpy(got.data)[np.cumsum(case.kv_lens) - 1], want)
 
 
-def capture(stream, call):
-    """Capture a call in a graph in global mode, after running it twice so that the pool is warm."""
-    for _ in range(2):
-        call()
-    stream.synchronize()
-    stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-    try:
-        result = call()
-    finally:  # a capture left open would fail every test that follows
-        graph = stream.end_capture()
-    return result, graph
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_a_captured_append_follows_its_arrays(way, rng):
@@ -901,11 +888,11 @@ def test_a_captured_append_follows_its_arrays(way, rng):
     where = {"indptr": cp.array([0, 1, 2, 3, 4])} if way == "indptr" else {}
     if way == "positions":
         where = {"batch_indices": cp.zeros(nnz, np.int64), "positions": cp.zeros(nnz, np.int32)}
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        _, graph = capture(
-            stream, lambda: cache.append(rows, rows, table, **where, k_scale=scale, v_scale=scale)
-        )
+
+    def call():
+        cache.append(rows, rows, table, **where, k_scale=scale, v_scale=scale)
+
+    with captured(call) as (stream, graph, _):
         for step, case in enumerate((after, before, after)):
             pages = rng.permutation(20)[: sum(case.pages)].astype(np.int32)
             indices = np.concatenate([pages, np.full(30 - len(pages), -1, np.int32)])
@@ -946,11 +933,11 @@ def poisoned_on_device(shape):
 def test_a_captured_gather_follows_its_arrays(rng):
     case = PagedCase((45, 8, 25, 22))
     cache, table = case.nouns(case.arrays(rng), cp)
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        (k, v), graph = capture(
-            stream, lambda: cache.gather(table, nnz=200, dtype="float32", k_scale=2.0)
-        )
+
+    def call():
+        return cache.gather(table, nnz=200, dtype="float32", k_scale=2.0)
+
+    with captured(call) as (stream, graph, (k, v)):
         for lens in ((1, 60, 0, 3), (16, 16, 16, 16)):
             other = PagedCase(lens)
             arrays = other.arrays(rng)
@@ -978,9 +965,7 @@ def test_a_captured_copy_writes_nothing_but_the_cache(rng):
     pages = random_rows(rng, (8, 2, 4, 2, 64), "float16")
     cache = PagedKVCache(cp.asarray(pages))
     src, dst = cp.array([0, 1, 2]), cp.array([1, 2, 0])
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        _, graph = capture(stream, lambda: cache.copy_pages(src, dst))
+    with captured(lambda: cache.copy_pages(src, dst)) as (stream, graph, _):
         # Memory of the capture that went back to the pool would be among these.
         others = [cp.full(n, 7, np.uint8) for n in (512, 3 * 4 * 2 * 64 * 2) for _ in range(64)]
         cache.data.set(pages, stream)

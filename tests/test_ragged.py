@@ -1,12 +1,10 @@
 """RaggedTensor: packing and its views; ragged prefill on NumPy; what is refused."""
 
-import copy
-
 import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import fake_cupy, indptr_of, on, random_rows
+from cases import captured, fake_cupy, indptr_of, on, random_rows
 from tolerances import (
     ATTENTION_TANH,
     LSE_TANH,
@@ -414,14 +412,7 @@ def test_calls_mix_no_homes_and_say_what_exists():
 @pytest.mark.gpu
 def test_lengths_can_be_captured(rng):
     ragged = RaggedTensor(cp.zeros((9, 1, 8), np.float16), cp.zeros(4, np.int64))
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        for _ in range(2):
-            copy.copy(ragged.lens)
-        stream.synchronize()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        lens = ragged.lens
-        graph = stream.end_capture()
+    with captured(lambda: ragged.lens) as (stream, graph, lens):
         ragged.indptr.set(np.array([0, 4, 4, 9]), stream)
         graph.launch(stream)
         stream.synchronize()

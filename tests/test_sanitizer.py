@@ -14,7 +14,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import MLACase, PagedCase, indptr_of, on, random_rows
+from cases import MLACase, PagedCase, captured, indptr_of, on, random_rows
 from tolerances import to_numpy
 
 import cukv
@@ -124,21 +124,23 @@ def stored(a):
 def test_every_call_can_be_captured_where_nothing_is_left_to_allocate(name):
     a, eager = Arguments(cp), Arguments(cp)
     pool = cp.get_default_memory_pool()
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        for _ in range(2):  # compiled and loaded; the pool holds what a call needs
-            CALLS[name](a)
-        fresh = Arguments(cp)  # as they were before those calls wrote
+    grown = []
+
+    def call():
+        held = pool.total_bytes()
+        result = CALLS[name](a)
+        grown.append(pool.total_bytes() - held)
+        return result
+
+    def as_before():
+        """Give what the calls so far have written its first contents."""
+        fresh = Arguments(cp)
         for mine, first in ((a.cache, fresh.cache), (a.fp8_cache, fresh.fp8_cache),
                             (a.mla, fresh.mla)):  # fmt: skip
             mine.data.view(np.uint8)[...] = first.data.view(np.uint8)
-        stream.synchronize()
-        del fresh
-        held = pool.total_bytes()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        result = CALLS[name](a)
-        graph = stream.end_capture()
-        assert pool.total_bytes() == held
+
+    with captured(call, as_before) as (stream, graph, result):
+        assert grown[-1] == 0
         graph.launch(stream)
         wanted = CALLS[name](eager)
         stream.synchronize()
