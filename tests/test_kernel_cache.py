@@ -12,10 +12,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import cupy as cp
 import numpy as np
 import pytest
+from cases import fake_cupy
 
-from cukv import _kernels
+from cukv import PagedKVCache, PageTable, _kernels
+from cukv._index import UNIT_SCALE, pack_index, pack_scale
 
 ARCH = "sm_90a"
 
@@ -382,6 +385,42 @@ def test_more_shared_memory_than_48_kb_is_asked_for_once_and_never_lowered(padde
     launch(1, 32, 100_000, **values)
     launch(1, 32, 200_000, **values)
     assert asked == [(1, 100_000), (1, 200_000)]  # on the kernel's device
+
+
+@pytest.mark.parametrize("way", ["indptr", "positions", "last"])
+def test_an_append_gives_its_kernel_each_array_where_it_belongs(way, fake_gpu, monkeypatch):
+    monkeypatch.setattr("cukv._rows.num_sms", lambda device: 132)
+    # No two arrays start at the same of these addresses, where nothing is.
+    cache = PagedKVCache(fake_cupy((9, 2, 4, 2, 8))[1:])
+    fp8 = PagedKVCache(fake_cupy((9, 2, 4, 2, 8), "float8_e4m3fn")[3:])
+    k, v = fake_cupy((30, 2, 8))[2:7], fake_cupy((30, 2, 8))[3:8]
+    integers = fake_cupy(99, "int32")
+    table = PageTable(integers[1:5], integers[2:9], integers[3:6], 4)
+    scales = cp.ndarray((1,), np.float32, integers[40:].data), 1.0
+    where = {"indptr": integers[4:8]} if way == "indptr" else {}
+    if way == "positions":
+        where = {"batch_indices": integers[5:10], "positions": integers[6:11]}
+    if way == "last":
+        k, v = k[:3], v[:3]
+
+    layout = _kernels.struct_layout("AppendParams", "append")
+    for pages, factors in ((cache, (1.0, 1.0)), (fp8, scales), (fp8, scales)):
+        pages.append(k, v, table, **where, k_scale=factors[0], v_scale=factors[1])
+        raw = packed(fake_gpu[-1], layout)
+        got = dict(zip(layout.names, struct.unpack_from(layout.format, raw), strict=True))
+        assert got["table"] == table.packed
+        assert (got["k"], got["v"]) == (k.data.ptr, v.data.ptr)
+        assert (got["k_cache"], got["v_cache"]) == tuple(p.packed for p in pages._pages)
+        for name in ("indptr", "batch_indices", "positions"):
+            assert got[name] == pack_index(where.get(name)), name
+        assert got["k_scale"] == pack_scale("", "", factors[0], 0)
+        assert got["v_scale"] == UNIT_SCALE
+        assert (got["nnz"], got["requests_per_row"]) == (len(k), np.float32(3 / len(k)))
+        for name, array in (("k_rows", k), ("v_rows", v)):
+            assert struct.unpack_from("=qq", got[name]) == array.strides[:2]
+        assert fake_gpu[-1][1] == got["k_ctas"] + got["v_ctas"]
+    assert len(fake_gpu) == 3
+    assert fake_gpu[1] == fake_gpu[2]
 
 
 def test_every_parameter_struct_fits_the_staging_memory():
