@@ -1,9 +1,10 @@
 """Every method that launches: captured on a warm pool, and watched by compute-sanitizer.
 
-``CALLS`` names them all. ``main`` is what the sanitizer watches, in a process of its own where each
-array is an allocation of its own, so that a read or write beside one is seen.
+``CALLS`` names them all. ``main`` and ``attend`` are what the sanitizer watches, in a process of
+its own where each array is an allocation of its own, so that a read or write beside one is seen.
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -57,6 +58,26 @@ class Arguments:
         self.mask = cukv.RaggedMask(self.bits[:200], *indptrs)
         self.packed = cukv.PackedMask(on(xp, np.zeros(90, np.uint8)), *(
             on(xp, np.array(x, index_dtype)) for x in ([0, 3, 10], [0, 20, 40])))  # fmt: skip
+        kv_dim = head_dim // 8 * 8  # attention takes whole eights
+        kv = PagedCase((45, 0, 8, 700), 16, 2, kv_dim, dtype="bfloat16", index_dtype=index_dtype)
+        self.kv, self.kv_table = kv.nouns(kv.arrays(rng), xp)
+        self.q = on(xp, kv.queries(rng, 9, 8))
+        self.qo_indptr = on(xp, np.array([0, 3, 4, 4, 9], index_dtype))
+
+    @property
+    def rows(self):
+        """Queries of prefill."""
+        return cukv.RaggedTensor(self.q, self.qo_indptr)
+
+    @functools.cached_property
+    def decode_plan(self):
+        """Plan that captured calls of decode are given."""
+        return self.kv.plan(self.q[:4], self.kv_table)
+
+    @functools.cached_property
+    def prefill_plan(self):
+        """Plan that captured calls of prefill are given."""
+        return self.kv.plan(self.rows, self.kv_table, causal=True)
 
 
 CALLS = {
@@ -92,6 +113,11 @@ CALLS = {
     "RaggedMask.indptr": lambda a: a.mask.indptr,
     "PackedMask.indptr": lambda a: a.packed.indptr,
     "RaggedTensor.lens": lambda a: cukv.RaggedTensor(a.k, a.indptr).lens,
+    "Plan.update": lambda a: a.decode_plan.update(),
+    "decode": lambda a: a.kv.decode(a.q[:4], a.kv_table, plan=a.decode_plan, return_lse=True),
+    "prefill": lambda a: a.kv.prefill(
+        a.rows, a.kv_table, causal=True, plan=a.prefill_plan, return_lse=True
+    ),
 }
 
 
@@ -214,7 +240,7 @@ def main():
         a = Arguments(cp, head_dim, index_dtype)
         for call in CALLS.values():
             call(a)
-        for name in ("k", "v", "ckv", "kpe", "o", "lse"):
+        for name in ("k", "v", "ckv", "kpe", "o", "lse", "q"):
             setattr(a, name, misaligned(getattr(a, name)))
         a.bits = misaligned(a.bits)
         for call in CALLS.values():
@@ -238,21 +264,109 @@ def main():
     print("called everything")
 
 
-@pytest.mark.gpu
-def test_no_kernel_touches_memory_beside_its_arrays():
-    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    assert Path(tool).exists(), "compute-sanitizer, of the CUDA toolkit, is needed and not in PATH"
-    watch = [tool, "--tool", "memcheck", "--error-exitcode", "9", "--report-api-errors", "no"]
+# Each dtype and head dim of the attention kernel, with 8, 16 and 32 packed rows.
+ATTENDED = [
+    ((64, 64), "bfloat16", 4),
+    ((128, 128), "float16", 12),
+    ((64, 64), "float16", 24),
+    ((192, 128), "bfloat16", 8),
+    ((256, 256), "bfloat16", 5),
+    ((128, 128), "float8_e4m3fn", 8),
+    ((40, 40), "float8_e5m2", 3),
+]
+
+
+def attend_with_garbage(cache, q, rng, dtype, kind):
+    """Attend with tables of garbage, also under plans made before and after it came."""
+    lens = (45, 0, 8, 2000, 1)
+    pages = rng.integers(0, cache.max_num_pages, sum(-(-n // 16) for n in lens))
+
+    def index(n):
+        return garbage(rng, n, dtype, kind)
+
+    for batch_invariant in (False, True):
+        right = cukv.PageTable.from_seq_lens(lens, 16, on(cp, pages.astype(dtype)))
+        parts = right.indptr, right.indices, right.last_page_len
+        table = cukv.PageTable(*(x.astype(dtype) for x in parts), 16)  # copies, to be overwritten
+        rows = cukv.RaggedTensor(q, on(cp, indptr_of((3, 0, 1, 0, 1), dtype)))
+        plans = [cache.plan(x, table, batch_invariant=batch_invariant) for x in (q, rows)]
+        for _ in range(2):
+            for x in (table.indptr, table.indices, table.last_page_len, rows.indptr):
+                x[...] = index(len(x))
+            for _ in range(2):  # not told, then told
+                cache.decode(q, table, plan=plans[0], return_lse=True)
+                cache.prefill(rows, table, plan=plans[1], return_lse=True)
+                for plan in plans:
+                    plan.update()
+        table.indices[...] = on(cp, pages.astype(dtype))
+        for plan in plans:
+            plan.update()
+        cache.decode(q, table, plan=plans[0], window_left=-1)
+        cache.prefill(rows, table, causal=True, window_left=3)
+
+
+def attend():
+    """Attend in every way, with every array in an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    for i, (dims, dtype, group_size) in enumerate(ATTENDED):
+        rng = np.random.default_rng(i)
+        layout, index_dtype = (("NHD", "int32"), ("HND", "int64"))[i % 2]
+        case = PagedCase((45, 0, 8, 900, 1), 16, 2, *dims, dtype=dtype, layout=layout, form="pair",
+                         index_dtype=index_dtype)  # fmt: skip
+        arrays = case.arrays(rng)
+        last = case.max_num_pages - 1  # full of one request's tokens, at the end of the storage
+        indices = np.append(arrays.indices[: arrays.indptr[-1] - 1], last).astype(
+            arrays.indices.dtype
+        )
+        last_page_len = np.array([*arrays.last_page_len[:-1], 16], arrays.last_page_len.dtype)
+        arrays = arrays._replace(indices=indices, last_page_len=last_page_len)
+        cache, table = case.nouns(arrays, cp)
+        q = on(cp, case.queries(rng, 5, 2 * group_size))
+        rows = cukv.RaggedTensor(q, [0, 1, 1, 2, 5, 5])
+        sinks = on(cp, random_rows(rng, (2 * group_size,), "float32"))
+        cache.decode(q, table, return_lse=True)
+        cache.decode(q, table, window_left=20, sinks=sinks, logits_soft_cap=3.0)
+        cache.prefill(rows, table, causal=True, return_lse=True)
+        off = cukv.PagedKVCache(tuple(misaligned(x) for x in cache.data), cache.layout)
+        out = misaligned(on(cp, np.zeros((5, 2 * group_size, dims[1]), np.float16)))
+        off.decode(misaligned(q), table, out=out)
+        cache.decode(q, table, plan=cache.plan(q, table, batch_invariant=True), return_lse=True)
+        if i < 2:
+            for kind in ("any bits", "near", "extremes"):
+                for index_type in (np.int32, np.int64):
+                    attend_with_garbage(cache, q, rng, index_type, kind)
+        cp.cuda.Device().synchronize()
+    print("called everything")
+
+
+def watch(call, tool, *options, timeout):
+    """Run a function of this file under a tool of compute-sanitizer and give what it said."""
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    assert Path(found).exists(), "compute-sanitizer, of the CUDA toolkit, is needed and not in PATH"
     paths = os.pathsep.join((str(TESTS.parent), str(TESTS)))
     run = subprocess.run(
-        [*watch, sys.executable, "-c", "import test_sanitizer; test_sanitizer.main()"],
+        [found, "--tool", tool, "--error-exitcode", "9", *options,
+         sys.executable, "-c", f"import test_sanitizer; test_sanitizer.{call.__name__}()"],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
-    )
+        timeout=timeout,
+    )  # fmt: skip
     said = run.stdout + run.stderr
     assert run.returncode == 0, said[-6000:]
     assert "called everything" in said
+    return said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", [main, attend])
+def test_no_kernel_touches_memory_beside_its_arrays(call):
+    said = watch(call, "memcheck", "--report-api-errors", "no", timeout=120)
     assert "ERROR SUMMARY: 0 errors" in said
+
+
+@pytest.mark.gpu
+def test_attention_has_no_races_in_shared_memory():
+    said = watch(attend, "racecheck", timeout=180)
+    assert "0 hazards displayed" in said
