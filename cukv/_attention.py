@@ -24,11 +24,12 @@ _HALVES = (FLOAT16, BFLOAT16)
 _OUTPUTS = (*_HALVES, FLOAT32)
 
 
-def no_kernel(op: str) -> NotImplementedError:
-    """Make the error of attention on CuPy arrays."""
+def no_kernel(op: str, what: str = "this operation") -> NotImplementedError:
+    """Make the error of attention that no kernel does yet."""
     return NotImplementedError(
-        f"{op}: there is no attention kernel yet; append, gather, copy_pages, masks and "
-        "merge_states run on CuPy arrays, and attention on NumPy arrays (.to_host())"
+        f"{op}: there is no kernel for {what} yet; on CuPy arrays attention is "
+        "PagedKVCache.decode and PagedKVCache.prefill without a custom mask, and the rest of it "
+        "runs on NumPy arrays (.to_host())"
     )
 
 
@@ -148,6 +149,34 @@ def require_plan(op: str, plan: Plan | None, key: tuple[tuple[str, Any], ...]) -
 # ----------------------------------------------------------------------------------------- results
 
 
+def check_results(
+    op: str, q: Array, head_dim_vo: int, out: Any, lse: Any
+) -> tuple[Array | None, Array | None]:
+    """Give the arrays for the results, checked, where they were given."""
+    rows, num_qo_heads = q.shape[:2]
+    shape = {"rows": rows, "num_qo_heads": num_qo_heads, "head_dim_vo": head_dim_vo}
+    extra = (_FLOAT64,) if isinstance(q, np.ndarray) else ()
+    checked = []
+    for name, given, dtypes in (("out", out, (*_OUTPUTS, *extra)), ("lse", lse, (FLOAT32,))):
+        array = None if given is None else as_array(op, name, given)
+        checked.append(array)
+        if array is None:
+            continue
+        home(op, q=q, **{name: array})
+        match(op, name, array, tuple(shape)[: 3 if name == "out" else 2], dict(shape))
+        match_dtype(op, name, array, *dtypes)
+        if (reason := read_only_reason(given)) is not None:
+            raise TypeError(f"{op}: {name} is {reason}")
+        match_writable(op, name, array)
+        match_rows(op, name, array)
+    return checked[0], checked[1]
+
+
+def output_dtype(q: Array) -> np.dtype[Any]:
+    """Give the dtype of an output that the caller brought no array for."""
+    return BFLOAT16 if q.dtype in FP8 else q.dtype  # type: ignore[no-any-return]
+
+
 def run_on_host(
     op: str,
     q: Array,
@@ -158,23 +187,10 @@ def run_on_host(
     return_lse: bool,
 ) -> Any:
     """Run a definition and give its results in q's dtype or in the arrays given for them."""
-    rows, num_qo_heads = q.shape[:2]
-    shape = {"rows": rows, "num_qo_heads": num_qo_heads, "head_dim_vo": head_dim_vo}
-    out = None if out is None else as_array(op, "out", out)
-    lse = None if lse is None else as_array(op, "lse", lse)
-    for name, array in (("out", out), ("lse", lse)):
-        if array is not None:
-            home(op, q=q, **{name: array})
-            dims = tuple(shape)[: 3 if name == "out" else 2]
-            match(op, name, array, dims, dict(shape))
-            match_dtype(op, name, array, *((*_OUTPUTS, _FLOAT64) if name == "out" else (FLOAT32,)))
-            if (reason := read_only_reason(array)) is not None:
-                raise TypeError(f"{op}: {name} is {reason}")
-            match_writable(op, name, array)
-            match_rows(op, name, array)
+    out, lse = check_results(op, q, head_dim_vo, out, lse)
     o, exact_lse = definition()
     if out is None:
-        out = np.empty(o.shape, BFLOAT16 if q.dtype in FP8 else q.dtype)
+        out = np.empty(o.shape, output_dtype(q))
     # Through float32, as the kernels round: their accumulators are float32.
     with np.errstate(over="ignore"):  # a value beyond the dtype is infinite
         out[...] = o.astype(np.float32).astype(out.dtype) if out.dtype != _FLOAT64 else o

@@ -49,7 +49,7 @@ ROOT = next(p for p in (_PACKAGE / "kernels", _PACKAGE.parent / "kernels") if p.
 # CTA sizes. SCAN_THREADS is written in kernels/common/scan.cuh too.
 SCAN_THREADS = 1024
 _THREADS = 256
-_WARP = 32
+WARP = 32
 
 
 def one_per_thread(size: int, threads: int = _THREADS) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def one_per_thread(size: int, threads: int = _THREADS) -> tuple[int, int]:
 
 def one_per_warp(size: int) -> tuple[int, int]:
     """Grid and CTA for one warp per entry."""
-    return -(-size * _WARP // _THREADS), _THREADS
+    return -(-size * WARP // _THREADS), _THREADS
 
 
 ONE_SCAN = (1, SCAN_THREADS)  # grid and CTA of a prefix sum
@@ -420,6 +420,16 @@ def _load(key: tuple[Any, ...], name: str, device: int, args: dict[str, Any]) ->
 def num_sms(device: int) -> int:
     """Count the multiprocessors of a device."""
     return int(cp.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@functools.cache
+def smem_limits(device: int) -> tuple[int, int]:
+    """Give the bytes of shared memory that a CTA may have, and that an SM has."""
+    attributes = cp.cuda.Device(device).attributes
+    return (
+        int(attributes["MaxSharedMemoryPerBlockOptin"]),
+        int(attributes["MaxSharedMemoryPerMultiprocessor"]),
+    )
 
 
 @functools.cache

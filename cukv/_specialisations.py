@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cukv._arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32
+from cukv._arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, FP8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +33,79 @@ def _with_vectors(*names: str, dtypes: Sequence[Any]) -> Iterator[dict[str, Any]
             yield {**dict(zip(names, combination, strict=True)), "VEC": vec}
 
 
+class DecodeTile(NamedTuple):
+    """Geometry of one specialisation of ``decode``."""
+
+    dtype: Any  # of the cache
+    head_dim: int  # at most so many elements of a key
+    head_dim_vo: int
+    rows: int  # packed query rows
+    warps: int
+    aligned: bool  # keys and values are moved 16 bytes at a time
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a warp's step: a buffer of 8 KB where that is 32 keys or fewer."""
+        if self.dtype in FP8:
+            return 32
+        return 32 if self.head_dim == 64 and self.rows <= 16 else 16
+
+    @property
+    def stages(self) -> int:
+        """Buffers of a warp. 64 KB on their way per CTA of 4 warps keep the memory busy."""
+        return 4 if self.head_dim == 64 and self.rows > 16 else 2
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 2 if self.warps == 4 and self.rows <= 16 and self.head_dim <= 128 else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Size of ``DecodeCta::Smem`` in kernels/decode.cu."""
+        per_token = (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
+        ring = self.warps * self.stages * (self.tokens * per_token + 4)
+        states = self.warps * self.rows * 4 * (self.head_dim_vo + 8 + 2)
+        queries = 2 * self.rows * (2 * (self.head_dim + 8) + 4)
+        return int(-(-(ring + states + queries + 4) // 1024) * 1024)
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``decode``."""
+        return {
+            "KV": self.dtype,
+            "HEAD_DIM_QK": self.head_dim,
+            "HEAD_DIM_VO": self.head_dim_vo,
+            "ROWS": self.rows,
+            "WARPS": self.warps,
+            "TOKENS": self.tokens,
+            "STAGES": self.stages,
+            "MIN_CTAS": self.ctas_per_sm,
+            "ALIGNED": str(self.aligned).lower(),
+        }
+
+
+# Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
+_DECODE_HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
+
+
+@functools.cache
+def decode_tiles() -> tuple[DecodeTile, ...]:
+    """Every tile of ``decode``, those that suit a call better before the others."""
+    tiles = []
+    for dtype in (BFLOAT16, FLOAT16, *FP8):
+        for dims in _DECODE_HEAD_DIMS:
+            if dtype in FP8 and dims == (64, 64):
+                continue  # a row of 64 bytes is swizzled as one of 128
+            # More rows and wider heads than these do not fit into registers.
+            rows = (16,) if max(dims) > 128 else (8, 16) if dtype in FP8 else (8, 16, 32)
+            for n in rows:
+                warps = (8, 4) if max(dims) <= 128 and n <= 16 else (4,)
+                tiles += [DecodeTile(dtype, *dims, n, w, True) for w in warps]
+            tiles.append(DecodeTile(dtype, *dims, 16, 4, False))
+    return tuple(tiles)
+
+
 @functools.cache
 def specialisations() -> dict[str, list[dict[str, Any]]]:
     """Every specialisation that may be launched: kernel name -> its sets of template arguments."""
@@ -42,12 +115,14 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "block_table": [{}],
         "byte_indptr": [{}],
         "copy_pages": [{"BYTES": size} for size in (16, 4, 2, 1)],
+        "decode": [tile.template_args for tile in decode_tiles()],
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],
+        "plan": [{}],
         "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "seq_lens": [{}],
         "slot_mapping": [{}],

@@ -25,6 +25,7 @@ from cukv._attention import (
     run_on_host,
 )
 from cukv._check import match, match_dtype
+from cukv._decode import PagedDecode, Queries
 from cukv._noun import ArrayNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
@@ -86,6 +87,7 @@ class PagedKVCache(ArrayNoun):
     layout: str = "NHD"
 
     _pages: ClassVar[PagePair]  # K and V seen as NHD
+    _decode: ClassVar[PagedDecode | None]  # on a GPU
 
     def __post_init__(self) -> None:
         """Check the structure once, and keep what every launch needs of it."""
@@ -104,7 +106,8 @@ class PagedKVCache(ArrayNoun):
         match_dtype(op, "v", arrays[1], arrays[0].dtype)
         nhd = swap_layout if self.layout == "HND" else lambda array: array
         stored = ("max_num_pages", *axes)
-        self._set(_pages=PagePair.of(op, ("k", "v"), stored, arrays, reasons, nhd))
+        pages = PagePair.of(op, ("k", "v"), stored, arrays, reasons, nhd)
+        self._set(_pages=pages, _decode=PagedDecode(pages) if pages.first.device >= 0 else None)
 
     @classmethod
     def empty(
@@ -341,10 +344,14 @@ class PagedKVCache(ArrayNoun):
         """
         verb = "prefill" if isinstance(q, RaggedTensor) else "decode"
         op = f"PagedKVCache.{verb}"
-        key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
-        if xp is cp:
-            raise no_kernel("PagedKVCache.plan")
-        return Plan(op, key)
+        key, _ = self._check_call(op, q, table, causal, window_left, custom_mask)
+        if self._decode is None:
+            return Plan(op, key)
+        if custom_mask is not None:
+            raise no_kernel("PagedKVCache.plan", "custom masks")
+        queries = Queries(as_rows(op, "q", q), q.indptr if isinstance(q, RaggedTensor) else None)
+        window = check_window(op, window_left)
+        return self._decode.plan(op, key, queries, table, bool(causal), window, batch_invariant)
 
     def decode(
         self,
@@ -501,14 +508,27 @@ return_lse
         **options: Any,
     ) -> Any:
         """Attend from one row per request (q an array) or from any number (a RaggedTensor)."""
+        rows = as_rows(op, "q", q)
+        if type(rows) is cp.ndarray and self._decode is not None and custom_mask is None:
+            return self._decode.attend(
+                op,
+                Queries(rows, q.indptr if isinstance(q, RaggedTensor) else None),
+                table,
+                lambda: self._check_call(op, q, table, causal, window_left, None)[0],
+                plan,
+                results,
+                causal=bool(causal),
+                window_left=window_left,
+                scales=tuple(scales.values()),
+                **options,
+            )
         key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
         require_plan(op, plan, key)
-        rows = as_rows(op, "q", q)
         logits = check_options(
             op, self.head_dim, rows.shape[1], window_left=window_left, like=rows, **options
         )
         if xp is cp:
-            raise no_kernel(op)
+            raise no_kernel(op, "custom masks")
         logits |= host_scales(op, **scales)
         table.validate(self.max_num_pages)
         qo_indptr: Array = np.arange(len(rows) + 1)

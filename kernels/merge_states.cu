@@ -8,7 +8,7 @@
 // written over a state: a lane has read its vectors, a team its head's lse, before it writes them.
 // Bound by HBM: every state read once, the result written once.
 // Host: cukv/merge.py merge_states, merge_state       Reference: cukv/reference.py merge_states
-#include "common/types.cuh"
+#include "common/softmax.cuh"
 
 namespace cukv {
 
@@ -50,8 +50,6 @@ struct MergeStatesParams {
 
 static_assert(
     sizeof(MergeStatesParams) == PARAMS_BYTES, "host and device disagree on the parameters");
-
-constexpr float NO_KEY = __builtin_bit_cast(float, 0xff800000u);  // lse of a state that is not live
 
 // Walks over the states of a row and head; past the last it stays there, so that all loads can be
 // issued without a branch.
@@ -99,82 +97,14 @@ __device__ __forceinline__ float element(const Vec<DType, SIZE>& x, int i) {
     }
 }
 
-// What a lane holds of a head: running maximum (base 2), denominator and weighted sums. Sums start
-// as -0.0, and states that are not live add -0.0, which changes no float: one live state comes out
-// bit for bit.
-template <int VEC>
-struct State {
-    float m = NO_KEY;
-    float d = 0.0f;
-    float o[VECS_PER_LANE][VEC];
-
-    __device__ __forceinline__ State() {
-#pragma unroll
-        for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) {
-                o[vec][i] = -0.0f;
-            }
-        }
-    }
-
-    // Weights are relative to the maximum. Without a live state they are all 0.
-    __device__ __forceinline__ float weight(float lse) const {
-        return exp2f(lse - (m > NO_KEY ? m : 0.0f));
-    }
-
-    // Moves the maximum up to m_new.
-    __device__ __forceinline__ void raise(float m_new) {
-        const float m_old = m;
-        m = m_new;
-        const float scale = weight(m_old);
-        d *= scale;
-#pragma unroll
-        for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) {
-                o[vec][i] *= scale;
-            }
-        }
-    }
-
-    template <typename FROM>
-    __device__ __forceinline__ void add(float lse, Vec<FROM, VEC> (&x)[VECS_PER_LANE]) {
-        const float w = weight(lse);
-        d += w;
-#pragma unroll
-        for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
-            keep_if(lse > NO_KEY, x[vec]);
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) {
-                o[vec][i] = fmaf(w, element(x[vec], i), o[vec][i]);
-            }
-        }
-    }
-
-    // The finished vector. Without a live state every sum is still -0.0, and the result +0.0.
-    template <typename TO>
-    __device__ __forceinline__ Vec<TO, VEC> result(int vec) const {
-        const float scale = d > 0.0f ? 1.0f / d : -0.0f;
-        Vec<TO, VEC> y;
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-            y[i] = from_float<TO>(o[vec][i] * scale);
-        }
-        return y;
-    }
-
-    __device__ __forceinline__ float lse() const { return m + log2f(d); }
-};
-
 // Merges all states of a row and head; the lane's vectors start at `offsets` bytes.
 template <typename FROM, int VEC>
-__device__ __forceinline__ State<VEC> merge(
+__device__ __forceinline__ State<VECS_PER_LANE, VEC> merge(
     const MergeStatesParams& p,
     int64_t row,
     int64_t head,
     const int32_t (&offsets)[VECS_PER_LANE]) {
-    State<VEC> state;
+    State<VECS_PER_LANE, VEC> state;
     Walk at(p, row, head);
     for (int32_t base = 0; base < p.k; base += STATES_IN_FLIGHT) {
         // 1 everything of these states is on its way
@@ -199,7 +129,16 @@ __device__ __forceinline__ State<VEC> merge(
         state.raise(m);
 #pragma unroll
         for (int i = 0; i < STATES_IN_FLIGHT; ++i) {
-            state.add(lse[i], x[i]);
+            float o[VECS_PER_LANE][VEC];
+#pragma unroll
+            for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
+                keep_if(lse[i] > NO_KEY, x[i][vec]);
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    o[vec][e] = element(x[i][vec], e);
+                }
+            }
+            state.add(lse[i], 1.0f, o);
         }
     }
     return state;
@@ -227,7 +166,7 @@ __global__ void __launch_bounds__(128, 5)
             // past head_dim: any vector of the head, merged in vain
             offsets[vec] = feats[vec] < p.head_dim ? feats[vec] * int32_t{sizeof(FROM)} : 0;
         }
-        const State<VEC> state = merge<FROM, VEC>(p, row, head, offsets);
+        const State<VECS_PER_LANE, VEC> state = merge<FROM, VEC>(p, row, head, offsets);
         lse = state.lse();
         char* out = p.out.o_of(row, head);
 #pragma unroll

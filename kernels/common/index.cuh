@@ -4,6 +4,16 @@
 
 namespace cukv {
 
+struct Index;
+
+// An entry as it was loaded. Making the value of it is what waits for the load.
+struct IndexEntry {
+    int32_t low;
+    int32_t high;
+
+    __device__ __forceinline__ int64_t value(const Index& array) const;
+};
+
 struct Index {
     const void* data;
     int64_t stride;  // bytes from one entry to the next, may be negative
@@ -18,6 +28,13 @@ struct Index {
                           : *reinterpret_cast<const int64_t*>(entry);
     }
 
+    // Starts loading entry i.
+    __device__ __forceinline__ IndexEntry entry(int64_t i) const {
+        const int32_t* words =
+            reinterpret_cast<const int32_t*>(static_cast<const char*>(data) + i * stride);
+        return {words[0], width == 8 ? words[1] : 0};
+    }
+
     __device__ __forceinline__ void store(int64_t i, int64_t value) const {
         char* entry = static_cast<char*>(const_cast<void*>(data)) + i * stride;
         if (width == 4) {
@@ -27,6 +44,11 @@ struct Index {
         }
     }
 };
+
+__device__ __forceinline__ int64_t IndexEntry::value(const Index& array) const {
+    const uint64_t wide = static_cast<uint64_t>(high) << 32 | static_cast<uint32_t>(low);
+    return array.width == 8 ? static_cast<int64_t>(wide) : low;
+}
 
 // First i in [0, size] with indptr[i] > value (size if there is none), by one thread.
 __device__ __forceinline__ int64_t upper_bound(const Index& indptr, int64_t size, int64_t value) {

@@ -1,14 +1,134 @@
 // PTX instructions, one function each, named as the instruction. Nothing else holds inline asm.
+// Addresses of shared memory are 32-bit, as `smem_address` gives them.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
+#include "common/types.cuh"
 
 namespace cukv {
 
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 // Waits until `threads` threads of the CTA have come to barrier ID; orders their memory accesses.
 // Unlike __syncthreads it may stand in different branches of different warps.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 template <int ID>
 __device__ __forceinline__ void bar_sync(int threads) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
+}
+
+// 2^x; 2^-inf is +0.
+__device__ __forceinline__ float ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two floats rounded to a pair of half or bfloat16, `low` in the low half.
+template <typename DType>
+__device__ __forceinline__ uint32_t cvt_pair(float low, float high) {
+    uint32_t pair;
+    if constexpr (is_same<DType, half>) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    } else {
+        static_assert(is_same<DType, bfloat16>, "pairs are of half or bfloat16");
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    }
+    return pair;
+}
+
+// How the L2 should treat lines: first to be evicted, or as any other.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ uint64_t createpolicy_evict_unchanged() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Starts a copy of 16 bytes, of which the first src_bytes are read and the others become zeros.
+__device__ __forceinline__ void
+cp_async_16(uint32_t to_smem, const void* from, int src_bytes, uint64_t policy) {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
+        "l"(from),
+        "r"(src_bytes),
+        "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but the PENDING latest groups of this thread's copies have landed.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements, a row of 16 bytes from each lane's address; lane l gets
+// elements 2 * (l % 4) and + 1 of row l / 4 of each (trans: of column l / 4).
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(smem)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t smem) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(smem)
+                 : "memory");
+}
+
+// c += a b with a [16, 16], b [16, 8], c [16, 8] float32. Lane l, g = l / 4, t = 2 * (l % 4):
+//   a[0], a[1] = rows g, g + 8 of columns t, t + 1;  a[2], a[3] = the same of columns t + 8, t + 9
+//   b[0], b[1] = rows t, t + 1 and t + 8, t + 9 of column g
+//   c[0..1], c[2..3] = columns t, t + 1 of rows g, g + 8
+template <typename DType>
+__device__ __forceinline__ void
+mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (is_same<DType, half>) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        static_assert(is_same<DType, bfloat16>, "tensor cores take half or bfloat16 here");
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// The same for 8 rows: rows 8 to 15 of a are zero, and of c not kept.
+template <typename DType>
+__device__ __forceinline__ void
+mma_m16n8k16(float (&c)[2], const uint32_t (&a)[2], uint32_t b0, uint32_t b1) {
+    float unused0, unused1;
+    if constexpr (is_same<DType, half>) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
+            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
+            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
+    } else {
+        static_assert(is_same<DType, bfloat16>, "tensor cores take half or bfloat16 here");
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
+            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
+            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
+    }
 }
 
 }  // namespace cukv

@@ -25,6 +25,15 @@ constexpr bool is_same = false;
 template <typename A>
 constexpr bool is_same<A, A> = true;
 
+template <bool CONDITION, typename A, typename B>
+struct Select {
+    using type = A;
+};
+template <typename A, typename B>
+struct Select<false, A, B> {
+    using type = B;
+};
+
 template <typename DType>
 constexpr bool is_fp8 = is_same<DType, fp8_e4m3> || is_same<DType, fp8_e5m2>;
 
