@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _pack_work_list = packer("WorkList")
 
-_ITEM_BYTES = 64  # sizeof(Item) in kernels/common/work.cuh
+_ITEM_BYTES = 48  # sizeof(Item) in kernels/common/work.cuh
 _SECTION = 256  # bytes at which sections of the workspace begin
 
-# What an item costs beside its keys (its queries, the merge of its warps), in steps of keys.
-_ITEM_COST = 4
+# What an item costs beside its keys (its queries, the merge of its warps), in rounds of steps.
+_ITEM_ROUNDS = 2
 
 # Batch-invariant items. 2048 keys are long enough that states cost under 1 % of the keys' bytes,
 # and cut a million keys into a machine full of items.
@@ -132,13 +132,15 @@ class WorkSizes:
             self._offsets.append(self._bytes)
             self._bytes += -(-size // _SECTION) * _SECTION
         # Where tiles are few, every part has about one item, and costs would only shift cuts.
-        item_cost = _ITEM_COST if max_tiles > cut.num_parts else 0
+        item_cost = _ITEM_ROUNDS * cut.round_steps if max_tiles > cut.num_parts else 0
+        one_tile = str(one_row and tiles_of_row == 1).lower()
         threads = min(max(-(-batch_size // WARP) * WARP, WARP), SCAN_THREADS)
-        self._fill: BoundLaunch = kernel("plan", table.device).bind(
+        self._fill: BoundLaunch = kernel("plan", table.device, ONE_TILE=one_tile).bind(
             1,
             threads,
             per_call=("table", "qo_indptr", "work"),
             num_q_rows=num_rows,
+            reserved=0,
             group=pack_divisor(group_size),
             rows_per_tile=pack_divisor(cut.rows),
             step_bits=cut.step_tokens.bit_length() - 1,

@@ -122,7 +122,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],
-        "plan": [{}],
+        "plan": [{"ONE_TILE": "true"}, {"ONE_TILE": "false"}],
         "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "seq_lens": [{}],
         "slot_mapping": [{}],

@@ -492,11 +492,11 @@ struct DecodeCta {
 
         __device__ __forceinline__ Sight(const DecodeParams& p, const Item& item) {
             first_row = item.first_row;
-            diagonal = item.kv_len - item.qo_len;
+            diagonal = item.diagonal;
             const int32_t first_q = p.group.quotient(first_row);
             const int32_t last_q = p.group.quotient(first_row + item.num_rows - 1);
             all_from = p.window_left < 0 ? 0 : diagonal + last_q - p.window_left;
-            all_to = p.causal ? diagonal + first_q + 1 : item.kv_len;
+            all_to = p.causal ? diagonal + first_q + 1 : 0x7fffffff;
         }
 
         __device__ __forceinline__ bool
@@ -636,20 +636,22 @@ struct DecodeCta {
         }
     }
 
-    // Merges the states of the item's warps, in the order of its steps.
-    static __device__ __forceinline__ State<1, 4> merge_warps(
-        const Smem& smem, int row, int feat, int first_warp, int num_warps) {
+    // Merges the states of the warps, in the order of the item's steps.
+    static __device__ __forceinline__ State<1, 4>
+    merge_warps(const Smem& smem, int row, int feat, int first_warp) {
+        float m[WARPS];
         State<1, 4> state;
-        float m = NO_KEY;
-        for (int i = 0; i < num_warps; ++i) {
-            m = fmaxf(m, smem.m[(first_warp + i) % WARPS][row]);
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            m[i] = smem.m[(first_warp + i) % WARPS][row];
+            state.m = fmaxf(state.m, m[i]);
         }
-        state.raise(m);
-        for (int i = 0; i < num_warps; ++i) {
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
             const int warp_idx = (first_warp + i) % WARPS;
             const float4 x = *reinterpret_cast<const float4*>(&smem.o[warp_idx][row][feat]);
             const float o[1][4] = {{x.x, x.y, x.z, x.w}};
-            state.add(smem.m[warp_idx][row], smem.d[warp_idx][row], o);
+            state.add(m[i], smem.d[warp_idx][row], o);
         }
         return state;
     }
@@ -672,7 +674,7 @@ struct DecodeCta {
     // Merges the slots of a tile, in the order of its keys.
     static __device__ __forceinline__ State<1, 4> merge_slots(
         const DecodeParams& p, const Item& item, int kv_head, int row, int feat) {
-        constexpr int IN_FLIGHT = 8;
+        constexpr int IN_FLIGHT = 16;
         State<1, 4> state;
         for (int base = 0; base < item.num_items; base += IN_FLIGHT) {
             float2 md[IN_FLIGHT];
@@ -863,12 +865,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             queries.store(p, smem, q_buffer ^ 1);
         }
         __syncthreads();  // states and queries are there
-        const int num_warps = min(steps, WARPS);
         const bool whole = item.first_slot < 0;
         bool finishes = whole;
         if (!whole && item.num_rows > 0) {
             Cta::each_vector(p, item, [&](int row, int feat) {
-                const auto state = Cta::merge_warps(smem, row, feat, first_warp, num_warps);
+                const auto state = Cta::merge_warps(smem, row, feat, first_warp);
                 const int32_t slot = item.first_slot + item.item_idx;
                 Cta::store_slot(p, state, Cta::slot_row(p, slot, kv_head, row), feat);
             });
@@ -878,7 +879,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         // 5 the result, of these warps or of all items of the tile
         if (finishes) {
             Cta::each_vector(p, item, [&](int row, int feat) {
-                auto state = whole ? Cta::merge_warps(smem, row, feat, first_warp, num_warps)
+                auto state = whole ? Cta::merge_warps(smem, row, feat, first_warp)
                                    : Cta::merge_slots(p, item, kv_head, row, feat);
                 Cta::finish(p, state, item, kv_head, row, feat);
             });

@@ -8,6 +8,7 @@
 // One CTA. A thread owns a request at a time: its tiles' costs, then its items. Bound by latency.
 // Any contents of the index arrays are safe: pages outside `indices`, rows outside q name nothing.
 // Host: cukv/_plan.py Plan.update       Reference: cukv/reference.py prefill
+#include "common/ptx.cuh"
 #include "common/scan.cuh"
 #include "common/work.cuh"
 
@@ -17,7 +18,8 @@ struct PlanParams {
     PageTable table;
     Index qo_indptr;  // [batch_size + 1] rows of q, or not given: one row per request
     WorkList work;
-    int64_t num_q_rows;
+    int32_t num_q_rows;
+    int32_t reserved;
     Divisor group;           // by group_size
     Divisor rows_per_tile;   // packed rows
     int32_t step_bits;       // log2 of the tokens of a warp's step
@@ -38,10 +40,12 @@ __device__ __forceinline__ int64_t clamp(int64_t x, int64_t low, int64_t high) {
     return min(max(x, low), high);
 }
 
-// A request's rows and keys as the work list may name them: inside q and `indices`.
+// A request's rows and keys as the work list may name them: inside q and `indices`. ONE_TILE: no
+// request has more than one tile, so that the loops over tiles are none.
+template <bool ONE_TILE>
 struct RequestRows {
     int64_t first_page;
-    int64_t first_q_row;
+    int32_t first_q_row;
     int32_t kv_len;
     int32_t qo_len;
     int32_t packed_rows;
@@ -60,7 +64,8 @@ struct RequestRows {
             qo_len = clamp(p.qo_indptr[request_idx + 1], first_q_row, p.num_q_rows) - first_q_row;
         }
         packed_rows = qo_len * p.group.divisor;
-        num_tiles = p.rows_per_tile.quotient(packed_rows + p.rows_per_tile.divisor - 1);
+        num_tiles =
+            ONE_TILE ? 1 : p.rows_per_tile.quotient(packed_rows + p.rows_per_tile.divisor - 1);
     }
 };
 
@@ -72,7 +77,9 @@ struct Tile {
     int32_t num_tokens;
     int32_t num_steps;
 
-    __device__ __forceinline__ Tile(const PlanParams& p, const RequestRows& rows, int32_t idx) {
+    template <bool ONE_TILE>
+    __device__ __forceinline__
+    Tile(const PlanParams& p, const RequestRows<ONE_TILE>& rows, int32_t idx) {
         first_row = idx * p.rows_per_tile.divisor;
         num_rows = min(static_cast<int32_t>(p.rows_per_tile.divisor), rows.packed_rows - first_row);
         const int64_t diagonal = int64_t{rows.kv_len} - rows.qo_len;  // of row 0
@@ -132,8 +139,13 @@ struct TileItems {
     int32_t num;
     int32_t fixed_tokens;  // 0: items end where parts do
 
+    template <bool ONE_TILE>
     __device__ __forceinline__ TileItems(
-        const PlanParams& p, const RequestRows& rows, int32_t tile_idx, int64_t cost, int32_t share)
+        const PlanParams& p,
+        const RequestRows<ONE_TILE>& rows,
+        int32_t tile_idx,
+        int64_t cost,
+        int32_t share)
         : tile(p, rows, tile_idx), cuts(p, tile, cost, share), fixed_tokens(0) {
         if (p.fixed_item_tokens == 0) {
             num = cuts.num - cuts.at_start - cuts.at_end + 1;
@@ -172,9 +184,10 @@ struct TileItems {
 
 // Writes a tile's items, the parts that begin in it, and part `with_tile`, if that is not -1, which
 // begins with its first item.
+template <bool ONE_TILE>
 __device__ __forceinline__ void write_items(
     const PlanParams& p,
-    const RequestRows& rows,
+    const RequestRows<ONE_TILE>& rows,
     const TileItems& items,
     int64_t first_item,
     int64_t first_slot,
@@ -185,8 +198,7 @@ __device__ __forceinline__ void write_items(
         return Item{
             rows.first_page,
             rows.first_q_row,
-            rows.kv_len,
-            rows.qo_len,
+            rows.kv_len - rows.qo_len,
             items.tile.first_row,
             has_slots ? items.tile.num_rows : 0,
             items.tile.first_token + items.begin(p, i),
@@ -254,6 +266,7 @@ struct LastTile {
     }
 };
 
+template <bool ONE_TILE>
 __global__ void __launch_bounds__(SCAN_THREADS) plan(const __grid_constant__ PlanParams p) {
     __shared__ ScanSmem smem;
     __shared__ LastTile last_tile;
@@ -264,8 +277,9 @@ __global__ void __launch_bounds__(SCAN_THREADS) plan(const __grid_constant__ Pla
 
     // 1 total cost, and from it the share of a part
     int64_t own = 0, total;
+#pragma unroll 4
     for (int64_t i = threadIdx.x; i < p.table.batch_size; i += num_threads) {
-        const RequestRows rows(p, i);
+        const RequestRows<ONE_TILE> rows(p, i);
         for (int32_t tile_idx = 0; tile_idx < rows.num_tiles; ++tile_idx) {
             own += Tile(p, rows, tile_idx).num_steps + p.item_cost;
         }
@@ -282,7 +296,7 @@ __global__ void __launch_bounds__(SCAN_THREADS) plan(const __grid_constant__ Pla
     for (int64_t base = 0; base < p.table.batch_size; base += num_threads) {
         const int64_t request_idx = base + threadIdx.x;
         const bool owned = request_idx < p.table.batch_size;
-        const RequestRows rows(p, owned ? request_idx : 0);
+        const RequestRows<ONE_TILE> rows(p, owned ? request_idx : 0);
         const int32_t num_tiles = owned ? rows.num_tiles : 0;
         own = 0;
         for (int32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {

@@ -4,7 +4,7 @@
 //   m = max_j s[j],  d = sum_j 2^(s[j] - m),  o = sum_j 2^(s[j] - m) * v[j]     (s in base 2)
 //   attention output = o / d,  lse = m + log2(d)
 #pragma once
-#include "common/types.cuh"
+#include "common/ptx.cuh"
 
 namespace cukv {
 
@@ -31,7 +31,7 @@ struct State {
 
     // Weights are relative to the maximum. Without a live state they are all 0.
     __device__ __forceinline__ float weight(float m_other) const {
-        return exp2f(m_other - (m > NO_KEY ? m : 0.0f));
+        return ex2(m_other - (m > NO_KEY ? m : 0.0f));
     }
 
     // Moves the maximum up to m_new.
