@@ -15,7 +15,7 @@ import cupy as cp
 
 from cukv._arrays import Array, empty
 from cukv._index import pack_divisor, pack_index
-from cukv._kernels import SCAN_THREADS, WARP, BoundLaunch, kernel, packer
+from cukv._kernels import WARP, BoundLaunch, kernel, packer
 
 if TYPE_CHECKING:
     from cukv.page_table import PageTable
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _pack_work_list = packer("WorkList")
 
 _ITEM_BYTES = 48  # sizeof(Item) in kernels/common/work.cuh
+_PLAN_THREADS = 512  # MAX_THREADS in kernels/plan.cu
 _SECTION = 256  # bytes at which sections of the workspace begin
 
 # What an item costs beside its keys (its queries, the merge of its warps), in rounds of steps.
@@ -122,7 +123,8 @@ class WorkSizes:
         sections = (
             self._max_items * _ITEM_BYTES,
             cut.num_parts * _ITEM_BYTES,
-            (cut.num_parts + 1) * 4,
+            cut.num_parts * 4,
+            cut.num_parts * 4,
             self._max_slots * num_kv_heads * 4,
             states * 2,
             states * cut.head_dim_vo,
@@ -134,19 +136,20 @@ class WorkSizes:
         # Where tiles are few, every part has about one item, and costs would only shift cuts.
         item_cost = _ITEM_ROUNDS * cut.round_steps if max_tiles > cut.num_parts else 0
         one_tile = str(one_row and tiles_of_row == 1).lower()
-        threads = min(max(-(-batch_size // WARP) * WARP, WARP), SCAN_THREADS)
-        self._fill: BoundLaunch = kernel("plan", table.device, ONE_TILE=one_tile).bind(
-            1,
+        fixed = str(batch_invariant).lower()
+        threads = min(-(-batch_size // WARP) * WARP, _PLAN_THREADS)
+        fill = kernel("plan", table.device, ONE_TILE=one_tile, FIXED=fixed)
+        self._fill: BoundLaunch = fill.bind(
+            -(-batch_size // threads),
             threads,
             per_call=("table", "qo_indptr", "work"),
-            num_q_rows=num_rows,
-            reserved=0,
             group=pack_divisor(group_size),
             rows_per_tile=pack_divisor(cut.rows),
+            num_q_rows=num_rows,
             step_bits=cut.step_tokens.bit_length() - 1,
             round_bits=cut.round_steps.bit_length() - 1,
             item_cost=item_cost,
-            fixed_item_tokens=_FIXED_ITEM_TOKENS if batch_invariant else 0,
+            fixed_item_tokens=_FIXED_ITEM_TOKENS,
             max_fixed_items=most,
             causal=causal,
             window_left=min(window_left, 1 << 30),

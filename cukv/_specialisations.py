@@ -122,7 +122,11 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],
-        "plan": [{"ONE_TILE": "true"}, {"ONE_TILE": "false"}],
+        "plan": [
+            {"ONE_TILE": one_tile, "FIXED": fixed}
+            for one_tile in ("true", "false")
+            for fixed in ("true", "false")
+        ],
         "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "seq_lens": [{}],
         "slot_mapping": [{}],

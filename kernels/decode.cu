@@ -683,7 +683,7 @@ struct DecodeCta {
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
                 const int idx = min(base + i, item.num_items - 1);
-                const int64_t from = slot_row(p, item.first_slot + idx, kv_head, row);
+                const int64_t from = slot_row(p, item.slot(idx), kv_head, row);
                 md[i] = __ldcg(reinterpret_cast<const float2*>(p.work.states + from * 2));
                 o[i] = __ldcg(
                     reinterpret_cast<const float4*>(p.work.sums + from * HEAD_DIM_VO + feat));
@@ -779,7 +779,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     Item item = p.work.first_items[part];
-    const int32_t first_item = p.work.part_indptr[part], end_item = p.work.part_indptr[part + 1];
+    const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
         return;
     }
@@ -870,7 +870,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         if (!whole && item.num_rows > 0) {
             Cta::each_vector(p, item, [&](int row, int feat) {
                 const auto state = Cta::merge_warps(smem, row, feat, first_warp);
-                const int32_t slot = item.first_slot + item.item_idx;
+                const int32_t slot = item.slot(item.item_idx);
                 Cta::store_slot(p, state, Cta::slot_row(p, slot, kv_head, row), feat);
             });
             finishes = Cta::takes_last_ticket(p, smem, item, kv_head);

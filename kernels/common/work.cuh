@@ -1,10 +1,11 @@
 // The work list of an attention call: which CTA attends from which query rows to which keys.
 //
-//   tile   rows_per_tile packed query rows of a request: row = q_row * group_size + head in group
+//   tile   up to rows_per_tile packed query rows of a request: row = q_row * group_size + head
+//          within its group
 //   item   one run of a tile's keys, worked on by one CTA per KV head
-//   part   the items [part_indptr[g], part_indptr[g + 1]) of the g-th CTA of each KV head
+//   part   items [part_begin[g], part_end[g]): those of the g-th CTA of each KV head
 //
-// A part without items has any first item. A tile of one item is finished where it is computed. Of a tile of several, each item leaves its
+// A tile of one item is finished where it is computed. Of a tile of several, each item leaves its
 // state in a slot, and whoever takes the last ticket merges the slots in the order of the keys.
 #pragma once
 #include "common/paged.cuh"
@@ -13,26 +14,31 @@ namespace cukv {
 
 // All that a CTA needs to know of an item, so that nothing else is read before the first keys.
 struct alignas(16) Item {
-    int64_t first_page;   // the request's pages are indices[first_page], ...
+    int32_t first_page;   // the request's pages are indices[first_page], ...
     int32_t first_q_row;  // row of q, o and lse of the request's first query
     int32_t diagonal;     // kv_len - qo_len: position of the request's first query
     int32_t first_row;    // packed rows [first_row, first_row + num_rows) of the request
     int32_t num_rows;
     int32_t first_token;  // keys [first_token, end_token)
     int32_t end_token;
-    int32_t first_slot;  // of the tile's items, which have slots in a row; -1: the only item
     int32_t item_idx;    // among the tile's
     int32_t num_items;   // of the tile
-    int32_t reserved;
+    int32_t first_slot;  // of item 0, whose ticket is the tile's; -1: there is no other item
+    int32_t next_slot;   // of item 1; those of items 2, 3, ... are behind it
+
+    __device__ __forceinline__ int32_t slot(int32_t i) const {
+        return i == 0 ? first_slot : next_slot + i - 1;
+    }
 };
 
 struct WorkList {
-    Item* items;           // [max_items]
-    Item* first_items;     // [num_parts] copies, so that a CTA starts with one look-up
-    int32_t* part_indptr;  // [num_parts + 1]
-    int32_t* tickets;      // [max_slots, num_kv_heads], that of a tile is its first slot's; zero
-    float* states;         // [max_slots, num_kv_heads, rows_per_tile, 2] maximum and denominator
-    float* sums;           // [max_slots, num_kv_heads, rows_per_tile, head_dim_vo] weighted sums
+    Item* items;          // [max_items]
+    Item* first_items;    // [num_parts] copies, so that a CTA starts with one look-up
+    int32_t* part_begin;  // [num_parts]
+    int32_t* part_end;    // [num_parts]; no more than part_begin where a part has no items
+    int32_t* tickets;     // [max_slots, num_kv_heads], zero
+    float* states;        // [max_slots, num_kv_heads, rows_per_tile, 2] maximum and denominator
+    float* sums;          // [max_slots, num_kv_heads, rows_per_tile, head_dim_vo] weighted sums
     int32_t max_items;
     int32_t max_slots;
     int32_t num_parts;
