@@ -17,6 +17,9 @@ from cukv.masks import PackedMask, RaggedMask
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cukv._pages import PagePair
+    from cukv.page_table import PageTable
+
 Mask = RaggedMask | PackedMask
 
 _FLOAT64 = np.dtype(np.float64)
@@ -24,12 +27,13 @@ _HALVES = (FLOAT16, BFLOAT16)
 _OUTPUTS = (*_HALVES, FLOAT32)
 
 
-def no_kernel(op: str, what: str = "this operation") -> NotImplementedError:
+def no_kernel(op: str, what: str = "it") -> NotImplementedError:
     """Make the error of attention that no kernel does yet."""
     return NotImplementedError(
-        f"{op}: there is no kernel for {what} yet; on CuPy arrays attention is "
-        "PagedKVCache.decode and PagedKVCache.prefill without a custom mask, and the rest of it "
-        "runs on NumPy arrays (.to_host())"
+        f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
+        "gather, merge_states, and PagedKVCache.decode and prefill without custom masks; custom "
+        "masks, RaggedTensor.prefill, MLAPagedCache.decode and CascadeLevels.attend work on NumPy "
+        "arrays (.to_host())"
     )
 
 
@@ -144,6 +148,48 @@ def require_plan(op: str, plan: Plan | None, key: tuple[tuple[str, Any], ...]) -
     if plan.op != op:
         raise ValueError(f"{op}: the plan was made for {plan.op}")
     plan._require(op, key)
+
+
+def check_paged_call(
+    op: str,
+    pages: PagePair,
+    q: Array,
+    qo_indptr: Array | None,
+    table: PageTable,
+    causal: bool,
+    window_left: int,
+    custom_mask: Mask | None = None,
+) -> tuple[tuple[tuple[str, Any], ...], Any]:
+    """Check queries against a paged cache and a table: (what a plan depends on, home).
+
+    ``qo_indptr`` counts the rows of each request; without it there is one.
+    """
+    pages.check_table(op, table)
+    k, v = pages
+    _, page_size, num_kv_heads, head_dim = k.array.shape
+    dims: dict[str, int | None] = {"batch_size": table.batch_size, "head_dim": head_dim}
+    first = "batch_size" if qo_indptr is None else "nnz"
+    match(op, "q", q, (first, "num_qo_heads", "head_dim"), dims)
+    if qo_indptr is not None and len(qo_indptr) - 1 != table.batch_size:
+        raise ValueError(
+            f"{op}: q must have batch_size={table.batch_size} requests, got {len(qo_indptr) - 1}"
+        )
+    check_heads(op, q.shape[1], num_kv_heads)
+    check_queries(op, "q", q, k.dtype)
+    arrays = {"q": q, "cache": k.array, "table": table.indptr}
+    if custom_mask is not None:
+        check_mask(op, custom_mask, table.batch_size)
+        arrays["custom_mask"] = custom_mask.data
+    key = plan_key(
+        q,
+        cache=(page_size, num_kv_heads, v.array.shape[3], k.dtype.name),
+        batch_size=table.batch_size,
+        indices=len(table.indices),
+        causal=causal,
+        window_left=check_window(op, window_left),
+        mask=custom_mask,
+    )
+    return key, home(op, **arrays)
 
 
 # ----------------------------------------------------------------------------------------- results

@@ -6,6 +6,8 @@ options), so that a call compares it, checks what may differ, allocates its resu
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
@@ -21,17 +23,23 @@ from cukv._arrays import (
     empty,
     home,
 )
-from cukv._attention import check_options, check_results, output_dtype, require_plan
+from cukv._attention import (
+    check_options,
+    check_paged_call,
+    check_results,
+    check_window,
+    output_dtype,
+    require_plan,
+)
 from cukv._check import match_aligned, match_rows
-from cukv._index import host_scale, pack_divisor, pack_scale
+from cukv._index import host_scale, pack_divisor, pack_scales
 from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer, smem_limits
 from cukv._plan import Cut, Plan, WorkSizes
 from cukv._specialisations import DecodeTile, decode_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cukv._pages import PagePair
+    from cukv._plan import WorkList
     from cukv.page_table import PageTable
 
 _pack_query_rows = packer("QueryRows")
@@ -42,88 +50,141 @@ _MAX_HEAD_DIM = 256
 _SHORT_TOKENS = 2048  # of a request
 _MAX_REMEMBERED = 256  # signatures of a cache
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
-_SCALES = ("q_scale", "k_scale", "v_scale")
-_PER_CALL = ("table", "q", "o", "lse", "sinks", "work", *_SCALES)
+_AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
+_PER_CALL = ("table", "q", "o", "lse", "sinks", "work", "q_scale", "k_scale", "v_scale")
 
 
-class Queries(NamedTuple):
-    """The query side of a call."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Kind:
+    """What plans of one signature share. Compared by identity, so that calls find it at once."""
 
-    rows: Array  # [nnz, num_qo_heads, head_dim]
-    indptr: Array | None  # offsets of the requests' rows; None: one row per request
+    key: tuple[tuple[str, Any], ...]
+    device: int
+    tile: DecodeTile | None = None  # None: there is nothing to attend from
+    sizes: WorkSizes | None = None
+
+
+@functools.cache
+def _kinds_of(*_geometry: Any) -> dict[tuple[Any, ...], _Kind]:
+    """Give the kinds of plans that caches of one geometry, the layers of a model, share."""
+    return {}
+
+
+class _Launches(NamedTuple):
+    """The launches of calls whose arrays and options are of one signature, which are checked."""
+
+    options: dict[str, Any]
+    of_tiles: dict[DecodeTile, BoundLaunch]
 
 
 class _Call(NamedTuple):
-    """What calls of one signature share."""
+    """What calls of one signature share: that of their arrays and options, and of their plans."""
 
-    key: tuple[tuple[str, Any], ...]  # of the plans that serve it
+    kind: _Kind  # of the plan that a call without one makes
     launch: BoundLaunch | None  # None: there is nothing to attend from
-    out_dtype: Any
 
 
 class PagedDecode:
-    """Attention over one paged cache by the kernel ``decode``."""
+    """Attention over one paged cache by the kernel ``decode``.
 
-    __slots__ = ("_aligned", "_calls", "_pages", "_works")
+    Queries are ``[nnz, num_qo_heads, head_dim]`` with the offsets ``qo_indptr`` of the requests'
+    rows, or None for one row per request.
+    """
+
+    __slots__ = ("_aligned", "_calls", "_head_dim_vo", "_kinds", "_launches", "_pages")
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
         k, v = pages
+        self._head_dim_vo = v.array.shape[3]
         row_bytes = [pages.array.shape[3] * pages.dtype.itemsize for pages in (k, v)]
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
-        self._works: dict[tuple[Any, ...], tuple[DecodeTile, WorkSizes]] = {}
+        shapes = k.array.shape[1:], v.array.shape[1:]
+        self._kinds = _kinds_of(shapes, k.dtype, k.device, self._aligned)
         self._calls: dict[tuple[Any, ...], _Call] = {}
+        # Launches do not depend on the number of pages, which changes from step to step.
+        self._launches: dict[tuple[Any, ...], _Launches] = {}
 
     # -------------------------------------------------------------------------------------- plans
 
     def plan(
         self,
         op: str,
-        key: tuple[tuple[str, Any], ...],
-        q: Queries,
+        q: Array,
+        qo_indptr: Array | None,
         table: PageTable,
         causal: bool,
         window_left: int,
-        batch_invariant: bool = False,
+        batch_invariant: bool,
     ) -> Plan:
-        """Make the work list of calls with these queries, whose shapes are checked."""
-        if table.batch_size == 0 or q.rows.size == 0:
-            return Plan(op, key)
-        tile, work = self._work(op, q, table, causal, window_left, batch_invariant)
-        return Plan(op, key, work.make(op, table, q.indptr, tile))
+        """Make the work list of calls with these queries."""
+        kind = self._kind(op, q, qo_indptr, table, causal, window_left, batch_invariant)
+        work = None if kind.sizes is None else kind.sizes.make(table, qo_indptr, kind)
+        return Plan(op, kind.key, work)
+
+    def _kind(
+        self,
+        op: str,
+        q: Array,
+        qo_indptr: Array | None,
+        table: PageTable,
+        causal: bool,
+        window_left: int,
+        batch_invariant: bool,
+    ) -> _Kind:
+        """Give what plans like this one share, checked and sized at the first of them."""
+        if type(q) is not cp.ndarray:
+            home(op, q=q, cache=self._pages.first.array)
+        self._pages.check_table(op, table)
+        signature = (
+            q.shape,
+            q.dtype,
+            q.data.device_id,
+            None if qo_indptr is None else qo_indptr.size,
+            table.device,
+            table.batch_size,
+            table.indices.size,
+            causal,
+            window_left,
+            batch_invariant,
+        )
+        kind = self._kinds.get(signature)
+        if kind is None:
+            arguments = (q, qo_indptr, table, causal, window_left)
+            key, _ = check_paged_call(op, self._pages, *arguments)
+            if table.batch_size == 0 or q.size == 0:
+                kind = _Kind(key, table.device)
+            else:
+                tile, sizes = self._work(op, *arguments, batch_invariant)
+                kind = _Kind(key, table.device, tile, sizes)
+            _remember(self._kinds, signature, kind)
+        return kind
 
     def _work(
         self,
         op: str,
-        q: Queries,
+        q: Array,
+        qo_indptr: Array | None,
         table: PageTable,
         causal: bool,
         window_left: int,
         batch_invariant: bool,
     ) -> tuple[DecodeTile, WorkSizes]:
-        """Find the tile and the sizes of work lists of a signature."""
-        num_rows, num_qo_heads, _ = q.rows.shape
-        num_indices = table.indices.shape[0]
-        options = (q.indptr is None, causal, window_left, batch_invariant)
-        signature = (num_rows, num_qo_heads, table.batch_size, num_indices, *options)
-        found = self._works.get(signature)
-        if found is not None:
-            return found
+        """Choose a tile, and find the sizes of its work lists."""
         self._check(op)
+        num_rows, num_qo_heads, _ = q.shape
         num_kv_heads = self._pages.first.array.shape[2]
-        group_size, one_row = num_qo_heads // num_kv_heads, q.indptr is None
-        num_tokens = num_indices * table.page_size
-        batch = (table.batch_size, num_tokens)
-        tile = self._tile(op, num_rows, group_size, *batch, one_row, batch_invariant)
-        ctas = num_sms(table.device) * ctas_per_sm(tile, table.device)
+        group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
+        sizes = (num_rows, group_size, table.batch_size, table.indices.size * table.page_size)
+        tile = self._tile(op, *sizes, one_row, batch_invariant)
         cut = Cut(
             rows=tile.rows,
             head_dim_vo=tile.head_dim_vo,
             step_tokens=tile.tokens,
             round_steps=tile.warps,
-            num_parts=max(1, ctas // num_kv_heads),
+            num_parts=self._num_parts(tile),
         )
-        work = WorkSizes(
+        return tile, WorkSizes(
             cut,
             table,
             num_rows,
@@ -131,11 +192,9 @@ class PagedDecode:
             num_kv_heads,
             one_row=one_row,
             causal=causal and not one_row,  # one row sees all keys up to its own
-            window_left=window_left,
+            window_left=check_window(op, window_left),
             batch_invariant=batch_invariant,
         )
-        _remember(self._works, signature, (tile, work))
-        return tile, work
 
     def _check(self, op: str) -> None:
         """Raise unless the kernel takes this cache."""
@@ -200,159 +259,202 @@ class PagedDecode:
             f"CTA, this GPU has {smem_limits(device)[0]}"
         )
 
+    def _num_parts(self, tile: DecodeTile) -> int:
+        """CTAs per KV head that run at a time."""
+        k = self._pages.first
+        ctas = num_sms(k.device) * ctas_per_sm(tile, k.device)
+        return max(1, ctas // int(k.array.shape[2]))
+
     # -------------------------------------------------------------------------------------- calls
 
     def attend(
         self,
         op: str,
-        q: Queries,
+        q: Array,
+        qo_indptr: Array | None,
         table: PageTable,
-        key: Callable[[], tuple[tuple[str, Any], ...]],
-        plan: Plan | None,
-        results: tuple[Any, Any, bool],
-        *,
         causal: bool,
         window_left: int,
-        sm_scale: Any,
-        logits_soft_cap: float | None,
-        sinks: Any,
+        logits: tuple[Any, float | None, Any],
         scales: tuple[Any, Any, Any],
+        plan: Plan | None,
+        results: tuple[Any, Any, bool],
     ) -> Any:
         """Attend by a plan, or by one made for this call.
 
-        ``key`` checks the queries against cache and table, and names what a plan depends on.
+        ``logits`` are ``sm_scale``, ``logits_soft_cap`` and ``sinks``; ``scales`` those of q, k and
+        v; ``results`` are ``out``, ``lse`` and ``return_lse``. All of them are as the caller gave
+        them.
         """
+        if type(q) is not cp.ndarray:
+            home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
-        rows, indptr = q
+        sm_scale, logits_soft_cap, sinks = logits
         out, lse, return_lse = results
-        head_dim_vo = self._pages.second.array.shape[3]
-        if not (_is_array(out) and _is_array(lse)):
-            out, lse = check_results(op, rows, head_dim_vo, out, lse)
-        if not _is_array(sinks):
-            sinks = as_array(op, "sinks", sinks, rows)
-            home(op, q=rows, sinks=sinks)
+        if type(out) not in _AS_GIVEN or type(lse) not in _AS_GIVEN:
+            out, lse = check_results(op, q, self._head_dim_vo, out, lse)
+        if type(sinks) not in _AS_GIVEN:
+            sinks = as_array(op, "sinks", sinks, q)
+            home(op, q=q, sinks=sinks)
         if sm_scale is not None and type(sm_scale) is not float:
             sm_scale = host_scale(op, "sm_scale", sm_scale)
-        signature = (
-            op,
-            _signature(rows),
-            indptr is None or indptr.shape,
-            table.device,
-            table.batch_size,
-            table.indices.shape,
+        arrays = (
+            _signature(q),
             causal,
             window_left,
             sm_scale,
             logits_soft_cap,
-            sinks is None or _signature(sinks),
-            out is None or _signature(out),
-            lse is None or _signature(lse),
-            return_lse,
-            plan.work.tile if isinstance(plan, Plan) and plan.work is not None else None,
+            None if sinks is None else _signature(sinks),
+            None if out is None else _signature(out),
+            None if lse is None else _signature(lse),
+        )
+        # A plan is checked once for all of its kind, or below if it has no work list.
+        work = plan.work if type(plan) is Plan else None
+        signature = (
+            arrays,
+            None if qo_indptr is None else qo_indptr.size,
+            table.device,
+            table.batch_size,
+            table.indices.size,
+            None if work is None else work.kind,
         )
         call = self._calls.get(signature)
         if call is None:
-            checked = key()
-            options = check_options(
-                op,
-                rows.shape[2],
-                rows.shape[1],
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                sinks=sinks,
-                like=rows,
-            )
-            require_plan(op, plan, checked)
-            call = self._prepare(op, q, table, checked, plan, out, lse, causal, options)
+            logits = (sm_scale, logits_soft_cap, sinks)
+            arguments = (q, qo_indptr, table, causal, window_left, logits)
+            call = self._prepare(op, *arguments, plan, (out, lse), arrays)
             _remember(self._calls, signature, call)
-        if plan is not None:
-            require_plan(op, plan, call.key)
-        elif cp.cuda.get_current_stream().is_capturing():
-            raise ValueError(
-                f"{op}: a call that is captured into a graph needs plan=: memory of one made "
-                "meanwhile would be given to others before the graph runs"
-            )
-        else:
-            plan = self.plan(op, call.key, q, table, causal, window_left)
-
+        factors = pack_scales(op, scales, table.device)
+        if work is None:
+            work = _work_of_call(op, plan, call.kind, table, qo_indptr)
         if out is None:
-            out = empty(op, (*rows.shape[:2], head_dim_vo), call.out_dtype, cp, like=rows)
+            out = empty(op, (*q.shape[:2], self._head_dim_vo), output_dtype(q), cp, like=q)
         if lse is None and return_lse:
-            lse = empty(op, rows.shape[:2], FLOAT32, cp, like=rows)
-        if call.launch is not None and plan.work is not None:
-            device = table.device
+            lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
+        if work is not None and call.launch is not None:
             call.launch(
                 table.packed,
-                rows.data.ptr,
+                q.data.ptr,
                 out.data.ptr,
                 0 if lse is None else lse.data.ptr,
                 0 if sinks is None else sinks.data.ptr,
-                plan.work.packed,
-                *[
-                    pack_scale(op, name, scale, device)
-                    for name, scale in zip(_SCALES, scales, strict=True)
-                ],
+                work.packed,
+                *factors,
             )
         return (out, lse) if return_lse else out
 
     def _prepare(
         self,
         op: str,
-        q: Queries,
+        q: Array,
+        qo_indptr: Array | None,
         table: PageTable,
-        key: tuple[tuple[str, Any], ...],
+        causal: bool,
+        window_left: int,
+        logits: tuple[Any, float | None, Any],
         plan: Plan | None,
+        results: tuple[Any, Any],
+        arrays: tuple[Any, ...],
+    ) -> _Call:
+        """Check a call, and find the launch of all calls like it; ``arrays`` is their signature."""
+        arguments = (q, qo_indptr, table, causal, window_left)
+        sm_scale, logits_soft_cap, sinks = logits
+        out, lse = results
+        signature = (qo_indptr is None, *arrays)
+        launches = self._launches.get(signature)
+        if launches is None:
+            key, _ = check_paged_call(op, self._pages, *arguments)
+            options = check_options(
+                op,
+                q.shape[2],
+                q.shape[1],
+                sm_scale=sm_scale,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                sinks=sinks,
+                like=q,
+            )
+            require_plan(op, plan, key)
+            match_rows(op, "q", q)
+            if sinks is not None:
+                match_aligned(op, "sinks", sinks)
+            check_results(op, q, self._head_dim_vo, out, lse)
+            options |= {"causal": causal and qo_indptr is not None, "sinks": None}  # keep no array
+            launches = _Launches(options, {})
+            _remember(self._launches, signature, launches)
+        kind = self._kind(op, *arguments, batch_invariant=False)
+        require_plan(op, plan, kind.key)
+        tile = kind.tile
+        if tile is None:
+            return _Call(kind, None)
+        if plan is not None and plan.work is not None:
+            tile = self._tile_of_plan(op, plan.work, table.device)
+        if tile not in launches.of_tiles:
+            launches.of_tiles[tile] = self._bind(tile, q, launches.options, sinks, out, lse)
+        return _Call(kind, launches.of_tiles[tile])
+
+    def _bind(
+        self,
+        tile: DecodeTile,
+        q: Array,
+        options: dict[str, Any],
+        sinks: Array | None,
         out: Array | None,
         lse: Array | None,
-        causal: bool,
-        options: dict[str, Any],
-    ) -> _Call:
-        """Check the arrays of a call, and bind the launch of all calls like it."""
-        rows, indptr = q
+    ) -> BoundLaunch:
+        """Prepare the launch of calls of one signature."""
         k, v = self._pages
-        match_rows(op, "q", rows)
-        out, lse = check_results(op, rows, v.array.shape[3], out, lse)
-        sinks = options["sinks"]
-        if sinks is not None:
-            match_aligned(op, "sinks", sinks)
-        dtype = output_dtype(rows) if out is None else out.dtype
-        if table.batch_size == 0 or rows.size == 0:
-            return _Call(key, None, dtype)
-        window_left = options["window_left"]
-        if plan is None or plan.work is None:  # a plan for no rows has none
-            tile, _ = self._work(op, q, table, causal, window_left, False)
-        else:
-            tile = plan.work.tile
-            if tile.aligned != self._aligned:
-                raise ValueError(
-                    f"{op}: the plan was made for a cache that is aligned to 16 bytes "
-                    f"({tile.aligned}), got one that is ({self._aligned})"
-                )
-        num_kv_heads, ctas = k.array.shape[2], num_sms(table.device)
-        num_parts = max(1, ctas * ctas_per_sm(tile, table.device) // num_kv_heads)
-        launch = kernel("decode", table.device, **tile.template_args).bind(
-            num_parts * num_kv_heads,
+        heads, num_kv_heads = q.shape[:2], k.array.shape[2]
+        out_dtype = output_dtype(q) if out is None else out.dtype
+        return kernel("decode", k.device, **tile.template_args).bind(
+            self._num_parts(tile) * num_kv_heads,
             tile.warps * WARP,
             tile.smem_bytes,
             per_call=_PER_CALL,
             k_cache=k.packed,
             v_cache=v.packed,
-            q_rows=_pack_rows(rows, 16),
-            o_rows=_pack_rows(out, 4 * dtype.itemsize, (*rows.shape[:2], v.array.shape[3]), dtype),
-            lse_rows=_pack_rows(lse, 4, rows.shape[:2], FLOAT32),
+            q_rows=_pack_rows(q, 16),
+            o_rows=_pack_rows(out, 4 * out_dtype.itemsize, (*heads, self._head_dim_vo), out_dtype),
+            lse_rows=_pack_rows(lse, 4, heads, FLOAT32),
             sinks_stride=0 if sinks is None else sinks.strides[0],
-            group=pack_divisor(rows.shape[1] // num_kv_heads),
+            group=pack_divisor(q.shape[1] // num_kv_heads),
             sinks_kind=0 if sinks is None else _KINDS[sinks.dtype],
             head_dim=k.array.shape[3],
-            head_dim_vo=v.array.shape[3],
+            head_dim_vo=self._head_dim_vo,
             sm_scale=options["sm_scale"],
             logits_soft_cap=options["logits_soft_cap"] or 0.0,
-            causal=causal and indptr is not None,
-            window_left=min(window_left, 1 << 30),
+            causal=options["causal"],
+            window_left=min(options["window_left"], 1 << 30),
             evict_first=tile.rows <= 16,  # rows beyond a tile read the same keys again
         )
-        return _Call(key, launch, dtype)
+
+    def _tile_of_plan(self, op: str, work: WorkList, device: int) -> DecodeTile:
+        """Give the tile that a plan settled on, or raise if it cannot serve this cache."""
+        tile: DecodeTile = work.kind.tile
+        if tile.aligned != self._aligned:
+            raise ValueError(
+                f"{op}: the plan was made for a cache that is aligned to 16 bytes "
+                f"({tile.aligned}), got one that is ({self._aligned})"
+            )
+        if work.kind.device != device:
+            raise ValueError(f"{op}: the plan was made for device={work.kind.device}, got {device}")
+        return tile
+
+
+def _work_of_call(
+    op: str, plan: Plan | None, kind: _Kind, table: PageTable, qo_indptr: Array | None
+) -> WorkList | None:
+    """Make the work list of a call that brings none; None: there is nothing to attend from."""
+    if plan is not None:
+        require_plan(op, plan, kind.key)
+        if kind.sizes is not None:
+            raise ValueError(f"{op}: the plan was made for NumPy arrays")
+    elif cp.cuda.get_current_stream().is_capturing():
+        raise ValueError(
+            f"{op}: a call that is captured into a graph needs plan=: memory of one made "
+            "meanwhile would be given to others before the graph runs"
+        )
+    return None if kind.sizes is None else kind.sizes.make(table, qo_indptr, kind)
 
 
 def ctas_per_sm(tile: DecodeTile, device: int) -> int:
@@ -361,10 +463,6 @@ def ctas_per_sm(tile: DecodeTile, device: int) -> int:
     if tile.smem_bytes > per_cta:
         return 0
     return min(tile.ctas_per_sm, per_sm // (tile.smem_bytes + _SYSTEM_SMEM))
-
-
-def _is_array(x: Any) -> bool:
-    return x is None or type(x) is cp.ndarray
 
 
 def _signature(array: Array) -> tuple[Any, ...]:
@@ -381,8 +479,7 @@ def _pack_rows(
         feats = shape[2] if len(shape) > 2 else 1
         pointer, row, head = 0, shape[1] * feats * dtype.itemsize, feats * dtype.itemsize
     else:
-        pointer, (row, head) = array.data.ptr, array.strides[:2]
-        dtype = array.dtype
+        pointer, (row, head), dtype = array.data.ptr, array.strides[:2], array.dtype
     aligned = (pointer | row | head) % vector_bytes == 0
     return _pack_query_rows(row, head, _KINDS[dtype], aligned)
 

@@ -19,6 +19,9 @@ SEQUENCES = (list, tuple, range)  # what as_index makes an array of
 
 NO_INDEX = _pack_index(0, 0, 0, 0)
 UNIT_SCALE, NO_SCALE = _pack_scale(0, 1.0), _pack_scale(0, 0.0)
+_UNIT_SCALES = (UNIT_SCALE,) * 3
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def pack_index(array: Array | None) -> bytes:
@@ -90,14 +93,28 @@ def pack_scale(op: str, name: str, scale: Any, device: int) -> bytes:
     return _pack_scale(0, host_scale(op, name, scale))
 
 
+def pack_scales(op: str, scales: tuple[Any, Any, Any], device: int) -> tuple[bytes, bytes, bytes]:
+    """Pack the scales of q, k and v."""
+    q, k, v = scales
+    if type(q) is type(k) is type(v) is float and q == k == v == 1.0:  # by far the most calls
+        return _UNIT_SCALES
+    return (
+        pack_scale(op, "q_scale", q, device),
+        pack_scale(op, "k_scale", k, device),
+        pack_scale(op, "v_scale", v, device),
+    )
+
+
 def host_scale(op: str, name: str, scale: Any) -> float:
     """Give a Python or NumPy scalar, 0-d or one-element NumPy array as a float."""
+    if type(scale) is float and abs(scale) <= _FLOAT32_MAX:
+        return scale
     if isinstance(scale, cp.ndarray):
         raise TypeError(f"{op}: {name} is on the GPU but the arrays are in NumPy")
     array = np.asarray(scale)
     if array.size != 1 or (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16"):
         raise TypeError(f"{op}: {name} must be one number, got {scale!r}")
     value = float(array.reshape(()).astype(np.float64))
-    if not abs(value) <= float(np.finfo(np.float32).max):
+    if not abs(value) <= _FLOAT32_MAX:
         raise ValueError(f"{op}: {name} must be finite, got {scale}")
     return value

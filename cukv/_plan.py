@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
+from cupy_backends.cuda.api.runtime import getDevice
 
-from cukv._arrays import Array, empty
 from cukv._index import pack_divisor, pack_index
 from cukv._kernels import WARP, BoundLaunch, kernel, packer
 
 if TYPE_CHECKING:
+    from cukv._arrays import Array
     from cukv.page_table import PageTable
 
 _pack_work_list = packer("WorkList")
@@ -155,21 +156,21 @@ class WorkSizes:
             window_left=min(window_left, 1 << 30),
         )
 
-    def make(self, op: str, table: PageTable, qo_indptr: Array | None, tile: Any) -> WorkList:
+    def make(self, table: PageTable, qo_indptr: Array | None, kind: Any) -> WorkList:
         """Allocate a work list and fill it from the present contents of the arrays.
 
-        ``tile`` says which specialisation works it off.
+        ``kind`` is what its maker wants to know it by.
         """
-        memory = empty(op, (self._bytes,), cp.dtype(cp.uint8), cp, like=table.indptr)
-        base = memory.data.ptr
+        memory = _alloc(self._bytes, table.device)
+        base = memory.ptr
         packed = _pack_work_list(
-            *(base + offset for offset in self._offsets),
+            *[base + offset for offset in self._offsets],
             self._max_items,
             self._max_slots,
             self._cut.num_parts,
             self._num_kv_heads,
         )
-        work = WorkList(self._fill, table, qo_indptr, memory, packed, tile)
+        work = WorkList(self._fill, table, qo_indptr, memory, packed, kind)
         work.update()
         return work
 
@@ -177,22 +178,30 @@ class WorkSizes:
 class WorkList:
     """The work list of a plan in device memory, and the arrays that it follows."""
 
-    __slots__ = ("_fill", "_indptr", "_memory", "_qo_indptr", "_table", "packed", "tile")
+    __slots__ = ("_fill", "_indptr", "_memory", "_qo_indptr", "_table", "kind", "packed")
 
     def __init__(
         self,
         fill: BoundLaunch,
         table: PageTable,
         qo_indptr: Array | None,
-        memory: Array,
+        memory: cp.cuda.MemoryPointer,
         packed: bytes,
-        tile: Any,
+        kind: Any,
     ) -> None:
         self._fill, self._table, self._qo_indptr, self._memory = fill, table, qo_indptr, memory
         self._indptr = pack_index(qo_indptr)
         self.packed = packed  # as kernels/common/work.cuh's WorkList
-        self.tile = tile
+        self.kind = kind
 
     def update(self) -> None:
         """Fill the list from the present contents of the index arrays: one launch."""
         self._fill(self._table.packed, self._indptr, self.packed)
+
+
+def _alloc(num_bytes: int, device: int) -> cp.cuda.MemoryPointer:
+    """Allocate bytes on a device, without the array around them, which costs as much again."""
+    if getDevice() == device:
+        return cp.cuda.alloc(num_bytes)
+    with cp.cuda.Device(device):
+        return cp.cuda.alloc(num_bytes)

@@ -9,23 +9,19 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import Array, as_array, as_dtype, empty, home
+from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import (
     Mask,
-    check_heads,
-    check_mask,
     check_options,
-    check_queries,
-    check_window,
+    check_paged_call,
     flat_mask,
     host_scales,
     no_kernel,
-    plan_key,
     require_plan,
     run_on_host,
 )
-from cukv._check import match, match_dtype
-from cukv._decode import PagedDecode, Queries
+from cukv._check import check_indptr, match, match_dtype
+from cukv._decode import PagedDecode
 from cukv._noun import ArrayNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
@@ -341,17 +337,27 @@ class PagedKVCache(ArrayNoun):
         -------
         Plan
             ``plan.update()`` makes it follow changed contents of the same arrays.
+
+        Raises
+        ------
+        NotImplementedError
+            As ``decode`` and ``prefill``, on a GPU.
+        TypeError, ValueError
+            Wrong home, dtype, shape, option or mask.
+
+        Notes
+        -----
+        One launch on the current stream, no synchronisation. Source: kernels/plan.cu.
         """
-        verb = "prefill" if isinstance(q, RaggedTensor) else "decode"
-        op = f"PagedKVCache.{verb}"
-        key, _ = self._check_call(op, q, table, causal, window_left, custom_mask)
-        if self._decode is None:
-            return Plan(op, key)
-        if custom_mask is not None:
+        ragged = isinstance(q, RaggedTensor)
+        op = "PagedKVCache.prefill" if ragged else "PagedKVCache.decode"
+        call = (as_rows(op, "q", q), q.indptr if ragged else None, table, bool(causal), window_left)
+        if self._decode is not None and custom_mask is None:
+            return self._decode.plan(op, *call, bool(batch_invariant))
+        key, xp = check_paged_call(op, self._pages, *call, custom_mask)
+        if xp is cp:
             raise no_kernel("PagedKVCache.plan", "custom masks")
-        queries = Queries(as_rows(op, "q", q), q.indptr if isinstance(q, RaggedTensor) else None)
-        window = check_window(op, window_left)
-        return self._decode.plan(op, key, queries, table, bool(causal), window, batch_invariant)
+        return Plan(op, key)
 
     def decode(
         self,
@@ -407,24 +413,32 @@ class PagedKVCache(ArrayNoun):
         Raises
         ------
         NotImplementedError
-            On CuPy arrays, until the kernel exists.
+            On a GPU: a float32 cache; a head_dim or head_dim_vo that is not a multiple of 8 up to
+            256.
         TypeError, ValueError
-            Wrong home, dtype, shape, option, or a plan made for another call.
+            Wrong home, dtype, shape, option, or a plan made for another call; on a GPU, no plan
+            for a call that is captured into a graph.
+
+        Notes
+        -----
+        Current stream, no synchronisation. A call without ``plan`` makes one: one more launch and
+        memory for its work. Source: kernels/decode.cu, kernels/plan.cu.
         """
         op = "PagedKVCache.decode"
         if isinstance(q, RaggedTensor):
             raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
-        return self._attend(
+        attend = self._attend_on_host if self._decode is None else self._decode.attend
+        return attend(
             op,
             as_array(op, "q", q),
+            None,
             table,
+            False,
+            window_left,
+            (sm_scale, logits_soft_cap, sinks),
+            (q_scale, k_scale, v_scale),
             plan,
             (out, lse, return_lse),
-            sm_scale=sm_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-            scales={"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
         )
 
     def prefill(
@@ -472,113 +486,70 @@ return_lse
         Raises
         ------
         NotImplementedError
-            On CuPy arrays, until the kernel exists.
+            On a GPU: a custom mask, and what ``decode`` does not take there.
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call; on a GPU, no
+            plan for a call that is captured into a graph.
+
+        Notes
+        -----
+        Current stream, no synchronisation. A call without ``plan`` makes one: one more launch and
+        memory for its work. Source: kernels/decode.cu, kernels/plan.cu.
         """
         op = "PagedKVCache.prefill"
         require_ragged(op, q=q)
-        return self._attend(
-            op,
-            q,
-            table,
-            plan,
-            (out, lse, return_lse),
-            causal=causal,
-            custom_mask=custom_mask,
-            sm_scale=sm_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-            scales={"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
+        call = (op, q.rows, q.indptr, table, bool(causal), window_left)
+        logits, scales = (sm_scale, logits_soft_cap, sinks), (q_scale, k_scale, v_scale)
+        if self._decode is not None and custom_mask is None:
+            return self._decode.attend(*call, logits, scales, plan, (out, lse, return_lse))
+        return self._attend_on_host(
+            *call, logits, scales, plan, (out, lse, return_lse), custom_mask=custom_mask
         )
 
-    def _attend(
+    def _attend_on_host(
         self,
         op: str,
-        q: Array | RaggedTensor,
+        q: Array,
+        qo_indptr: Array | None,
         table: PageTable,
-        plan: Plan | None,
-        results: tuple[Array | None, Array | None, bool],
-        *,
-        causal: bool = False,
-        custom_mask: Mask | None = None,
+        causal: bool,
         window_left: int,
-        scales: dict[str, Any],
-        **options: Any,
+        logits: tuple[Any, float | None, Any],
+        scales: tuple[Any, Any, Any],
+        plan: Plan | None,
+        results: tuple[Any, Any, bool],
+        custom_mask: Mask | None = None,
     ) -> Any:
-        """Attend from one row per request (q an array) or from any number (a RaggedTensor)."""
-        rows = as_rows(op, "q", q)
-        if type(rows) is cp.ndarray and self._decode is not None and custom_mask is None:
-            return self._decode.attend(
-                op,
-                Queries(rows, q.indptr if isinstance(q, RaggedTensor) else None),
-                table,
-                lambda: self._check_call(op, q, table, causal, window_left, None)[0],
-                plan,
-                results,
-                causal=bool(causal),
-                window_left=window_left,
-                scales=tuple(scales.values()),
-                **options,
-            )
-        key, xp = self._check_call(op, q, table, causal, window_left, custom_mask)
+        """Attend by the definition: ``PagedDecode.attend`` on NumPy arrays, and with a mask."""
+        key, xp = check_paged_call(
+            op, self._pages, q, qo_indptr, table, causal, window_left, custom_mask
+        )
         require_plan(op, plan, key)
-        logits = check_options(
-            op, self.head_dim, rows.shape[1], window_left=window_left, like=rows, **options
+        options = check_options(
+            op,
+            self.head_dim,
+            q.shape[1],
+            sm_scale=logits[0],
+            window_left=window_left,
+            logits_soft_cap=logits[1],
+            sinks=logits[2],
+            like=q,
         )
         if xp is cp:
             raise no_kernel(op, "custom masks")
-        logits |= host_scales(op, **scales)
+        options |= host_scales(op, q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
         table.validate(self.max_num_pages)
-        qo_indptr: Array = np.arange(len(rows) + 1)
-        if isinstance(q, RaggedTensor):
-            q.validate()
-            qo_indptr = q.indptr
+        if qo_indptr is None:
+            qo_indptr = np.arange(len(q) + 1)
+        check_indptr(op, "q.indptr", qo_indptr, len(q), "rows")
         if custom_mask is not None:
-            logits["custom_mask"] = flat_mask(op, custom_mask, qo_indptr, table.token_indptr)
+            options["custom_mask"] = flat_mask(op, custom_mask, qo_indptr, table.token_indptr)
         k, v = (pages.array for pages in self._pages)
         csr = (table.indptr, table.indices, table.last_page_len)
         return run_on_host(
             op,
-            rows,
+            q,
             self.head_dim_vo,
-            lambda: reference.prefill(rows, qo_indptr, k, v, *csr, causal=causal, **logits),
+            lambda: reference.prefill(q, qo_indptr, k, v, *csr, causal=causal, **options),
             *results,
         )
-
-    def _check_call(
-        self,
-        op: str,
-        q: Array | RaggedTensor,
-        table: PageTable,
-        causal: bool,
-        window_left: int,
-        custom_mask: Mask | None,
-    ) -> tuple[tuple[tuple[str, Any], ...], Any]:
-        """Check queries against cache and table: (what a plan depends on, home)."""
-        self._pages.check_table(op, table)
-        rows = as_rows(op, "q", q)
-        first = "nnz" if isinstance(q, RaggedTensor) else "batch_size"
-        dims: dict[str, int | None] = {"batch_size": table.batch_size, "head_dim": self.head_dim}
-        match(op, "q", rows, (first, "num_qo_heads", "head_dim"), dims)
-        if isinstance(q, RaggedTensor) and q.batch_size != table.batch_size:
-            raise ValueError(
-                f"{op}: q must have batch_size={table.batch_size} requests, got {q.batch_size}"
-            )
-        check_heads(op, rows.shape[1], self.num_kv_heads)
-        check_queries(op, "q", rows, self.dtype)
-        arrays = {"q": rows, "cache": self._pages.first.array, "table": table.indptr}
-        if custom_mask is not None:
-            check_mask(op, custom_mask, table.batch_size)
-            arrays["custom_mask"] = custom_mask.data
-        key = plan_key(
-            rows,
-            cache=(self.page_size, self.num_kv_heads, self.head_dim_vo, self.dtype.name),
-            batch_size=table.batch_size,
-            indices=len(table.indices),
-            causal=bool(causal),
-            window_left=check_window(op, window_left),
-            mask=custom_mask,
-        )
-        return key, home(op, **arrays)

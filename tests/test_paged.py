@@ -1776,16 +1776,28 @@ def test_attention_mixes_no_homes():
 
 def test_attention_on_the_gpu_says_what_exists():
     cache, table = fakes()
-    q = fake_cupy((2, 4, 64))
-    ragged_q = RaggedTensor(q, fake_cupy(3, "int32"))
+    ragged_q = RaggedTensor(fake_cupy((2, 4, 64)), fake_cupy(3, "int32"))
+    bits = fake_cupy(16, "float8_e4m3fn").view(bool)
+    mask = RaggedMask(bits, fake_cupy(3, "int32"), fake_cupy(3, "int32"))
     for call in (
-        lambda: cache.decode(q, table),
-        lambda: cache.prefill(ragged_q, table, causal=True),
-        lambda: cache.plan(q, table),
-        lambda: cache.plan(ragged_q, table),
+        lambda: cache.prefill(ragged_q, table, custom_mask=mask),
+        lambda: cache.plan(ragged_q, table, custom_mask=mask),
     ):
-        with pytest.raises(NotImplementedError, match=r"^PagedKVCache.*append, gather.*to_host"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"^PagedKVCache.*custom masks yet.*PagedKVCache\.decode and prefill without.*"
+            r"RaggedTensor\.prefill, MLAPagedCache\.decode and CascadeLevels\.attend.*to_host",
+        ):
             call()
+    for shape, dtype, message in (
+        ((3, 2, 16, 2, 64), "float32", "a cache must be float16, .* on a GPU, got float32"),
+        ((3, 2, 16, 2, 60), "bfloat16", "head_dim must be a multiple of 8 up to 256 .*, got 60"),
+        ((3, 2, 16, 2, 264), "bfloat16", "head_dim must be a multiple of 8 up to 256 .*, got 264"),
+    ):
+        cache, q = PagedKVCache(fake_cupy(shape, dtype)), fake_cupy((2, 4, shape[4]), "bfloat16")
+        for call in (cache.decode, cache.plan):
+            with pytest.raises(NotImplementedError, match=f"^PagedKVCache.decode: {message}"):
+                call(q, table)
 
 
 # Structure
