@@ -1,7 +1,11 @@
 // Query rows in, results out: elements of a dtype that is known at run time only.
+//
+// Row r of an item's tile is packed row first_row + r of the request: all query heads of the KV head
+// for the request's first query, then all for the next.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/operands.cuh"
 #include "common/softmax.cuh"
+#include "common/work.cuh"
 
 namespace cukv {
 
@@ -11,12 +15,30 @@ constexpr float LOG2_E = 1.44269504f;
 // pair of dtypes would only take longer to compile.
 constexpr int KIND_HALF = 0, KIND_BFLOAT16 = 1, KIND_FLOAT = 2, KIND_E4M3 = 3, KIND_E5M2 = 4;
 
+// Where a row of a tile is in q, o and lse.
+struct PackedRow {
+    int64_t q_row;
+    int64_t qo_head;
+
+    __device__ __forceinline__
+    PackedRow(const Divisor& group, const Item& item, int kv_head, int row) {
+        const uint32_t packed = item.first_row + row;
+        const uint32_t query = group.quotient(packed);
+        q_row = item.first_q_row + query;
+        qo_head = int64_t{kv_head} * group.divisor + packed - query * group.divisor;
+    }
+};
+
 // Query rows and results: [rows, num_qo_heads, ...], strides in bytes.
 struct QueryRows {
     int64_t row_stride;
     int64_t head_stride;
     int32_t kind;     // of element: KIND_*
     int32_t aligned;  // 1: vectors of 16 bytes (q) or of 4 elements (o) may be moved whole
+
+    __device__ __forceinline__ int64_t offset(const PackedRow& at) const {
+        return at.q_row * row_stride + at.qo_head * head_stride;
+    }
 };
 
 __device__ __forceinline__ float load_element(const char* from, int kind) {
@@ -53,12 +75,10 @@ struct Query8 {
             bits = make_uint4(half_bits.x, half_bits.y, 0, 0);
         } else {
             uint32_t words[4] = {};
+#pragma unroll
             for (int i = 0; i < 16; ++i) {
                 const uint32_t byte = i < num_bytes ? static_cast<uint8_t>(from[i]) : 0;
-                words[0] = i < 4 ? words[0] | byte << 8 * i : words[0];
-                words[1] = i / 4 == 1 ? words[1] | byte << 8 * (i - 4) : words[1];
-                words[2] = i / 4 == 2 ? words[2] | byte << 8 * (i - 8) : words[2];
-                words[3] = i / 4 == 3 ? words[3] | byte << 8 * (i - 12) : words[3];
+                words[i / 4] |= byte << 8 * (i % 4);
             }
             bits = make_uint4(words[0], words[1], words[2], words[3]);
         }
@@ -82,10 +102,100 @@ struct Query8 {
     }
 };
 
+// The query rows of a tile in shared memory, as left operands. The padding puts the rows that a warp
+// reads together on different banks.
+template <typename KV, int HEAD_DIM, int ROWS>
+struct QueryTile {
+    alignas(16) Operand<KV> x[ROWS][HEAD_DIM + 8];
+    float factor[ROWS];  // of fp8 caches: what was divided out of a row
+
+    __device__ __forceinline__ float factor_of(int row) const {
+        return is_fp8<KV> ? factor[row] : 1.0f;
+    }
+};
+
+// A thread's share of a tile's query rows on their way: loaded an item ahead, stored as operands
+// when the tile is free. Params: q, q_rows, group, head_dim.
+template <typename KV, int HEAD_DIM, int ROWS, int THREADS>
+struct QueryLoader {
+    static constexpr int CHUNKS = HEAD_DIM / 8;  // of a row
+    static constexpr int NUM = ROWS * CHUNKS < THREADS ? 1 : ROWS * CHUNKS / THREADS;
+    static_assert(THREADS % CHUNKS == 0, "a thread has one chunk of each of its rows");
+    static_assert(!is_fp8<KV> || CHUNKS <= WARP_SIZE, "the lanes of a row find its largest");
+
+    Query8 x[NUM];
+
+    static __device__ __forceinline__ int row_of(int i) {
+        return (threadIdx.x + i * THREADS) / CHUNKS;
+    }
+    static __device__ __forceinline__ int feat() { return threadIdx.x % CHUNKS * 8; }
+
+    // Zeros past the tile's rows and head_dim.
+    template <typename Params>
+    __device__ __forceinline__ void load(const Params& p, const Item& item, int kv_head) {
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) {
+            x[i].bits = uint4{};
+            if (row_of(i) < item.num_rows && feat() < p.head_dim) {
+                const PackedRow at(p.group, item, kv_head, row_of(i));
+                const int num_bytes = feat() * element_bytes(p.q_rows.kind);
+                x[i].load(p.q + p.q_rows.offset(at) + num_bytes, p.q_rows.kind, p.q_rows.aligned);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(QueryTile<KV, HEAD_DIM, ROWS>& tile, int kind) const {
+        constexpr int KIND = is_same<Operand<KV>, half> ? KIND_HALF : KIND_BFLOAT16;
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) {
+            if (row_of(i) >= ROWS) {  // of whole warps only
+                return;
+            }
+            Vec<Operand<KV>, 8> y;
+            y.raw = x[i].bits;
+            if (is_fp8<KV> || kind != KIND) {
+                float floats[8];
+                x[i].to_floats(floats, kind);
+                if constexpr (is_fp8<KV>) {
+                    divide_by_largest(floats, tile.factor[row_of(i)]);
+                }
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    y[e] = from_float<Operand<KV>>(floats[e]);
+                }
+            }
+            store_vec(reinterpret_cast<char*>(&tile.x[row_of(i)][feat()]), y);
+        }
+    }
+
+    // Divides a row by the power of two of its largest element: bfloat16 reaches beyond half, and so
+    // nothing overflows. A power of two is exact, here and where scores are multiplied by it again;
+    // what half rounds away is below 2^-24 of the largest.
+    static __device__ __forceinline__ void divide_by_largest(float (&x)[8], float& factor) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            largest = fmaxf(largest, fabsf(x[i]));
+        }
+#pragma unroll
+        for (int distance = CHUNKS / 2; distance > 0; distance /= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+        }
+        // 2^e <= largest < 2^(e + 1), kept where 2^e and 2^-e are both normal numbers
+        const int bits = min(max(__float_as_int(largest) >> 23, 1), 253);
+        const float inverse = __int_as_float((254 - bits) << 23);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            x[i] *= inverse;
+        }
+        factor = __int_as_float(bits << 23);  // the same from every lane of the row
+    }
+};
+
 // Stores the finished vector of a state, times `factor`, as half, bfloat16 or float, whole if `to`
 // is aligned to four elements.
-__device__ __forceinline__ void
-store_4(char* to, const State<1, 4>& state, float factor, int kind, bool aligned) {
+__device__ __forceinline__ void store_4(
+    char* to, const State<1, 4>& state, float factor, int kind, bool aligned) {
     const Vec<float, 4> x = state.result<float>(0, factor);
     if (kind == KIND_FLOAT) {
         if (aligned) {
@@ -110,6 +220,29 @@ store_4(char* to, const State<1, 4>& state, float factor, int kind, bool aligned
         elements[1] = pairs.x >> 16;
         elements[2] = pairs.y;
         elements[3] = pairs.y >> 16;
+    }
+}
+
+// Adds the sink of a row's head, a logit without a value. Params: sinks, sinks_stride, sinks_kind.
+template <typename Params>
+__device__ __forceinline__ void add_sink(const Params& p, const PackedRow& at, State<1, 4>& state) {
+    if (p.sinks != nullptr) {
+        const char* from = p.sinks + at.qo_head * p.sinks_stride;
+        const float sink = LOG2_E * load_element(from, p.sinks_kind);
+        state.raise(fmaxf(state.m, sink));
+        state.d += state.weight(sink);
+    }
+}
+
+// Stores four elements of a finished row, and with the first its lse. Params: o, o_rows, v_scale,
+// lse, lse_rows.
+template <typename Params>
+__device__ __forceinline__ void store_result(
+    const Params& p, const PackedRow& at, int feat, const State<1, 4>& state) {
+    char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
+    store_4(to, state, p.v_scale.get(), p.o_rows.kind, p.o_rows.aligned);
+    if (feat == 0 && p.lse != nullptr) {
+        *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = state.lse();
     }
 }
 
