@@ -1,4 +1,4 @@
-"""Attention of few query rows over pages on a GPU: which tile serves a call, and its launch.
+"""Attention over pages on a GPU: plans and launches.
 
 A cache remembers what it worked out for each signature of a call (shapes, dtypes, strides,
 options), so that a call compares it, checks what may differ, allocates its results and launches.
@@ -33,13 +33,14 @@ from cukv._attention import (
 )
 from cukv._check import match_aligned, match_rows
 from cukv._index import host_scale, pack_divisor, pack_scales
-from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer, smem_limits
+from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer
 from cukv._plan import Cut, Plan, WorkSizes
-from cukv._specialisations import DecodeTile, decode_tiles
+from cukv._tiles import choose_tile, ctas_per_sm
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
     from cukv._plan import WorkList
+    from cukv._specialisations import Tile
     from cukv.page_table import PageTable
 
 _pack_query_rows = packer("QueryRows")
@@ -47,9 +48,7 @@ _pack_query_rows = packer("QueryRows")
 # kernels/common/queries.cuh KIND_*
 _KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
 _MAX_HEAD_DIM = 256
-_SHORT_TOKENS = 2048  # of a request
 _MAX_REMEMBERED = 256  # signatures of a cache
-_SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 _AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
 _PER_CALL = ("table", "q", "o", "lse", "sinks", "work", "q_scale", "k_scale", "v_scale")
 
@@ -60,7 +59,7 @@ class _Kind:
 
     key: tuple[tuple[str, Any], ...]
     device: int
-    tile: DecodeTile | None = None  # None: there is nothing to attend from
+    tile: Tile | None = None  # None: there is nothing to attend from
     sizes: WorkSizes | None = None
 
 
@@ -74,7 +73,7 @@ class _Launches(NamedTuple):
     """The launches of calls whose arrays and options are of one signature, which are checked."""
 
     options: dict[str, Any]
-    of_tiles: dict[DecodeTile, BoundLaunch]
+    of_tiles: dict[Tile, BoundLaunch]
 
 
 class _Call(NamedTuple):
@@ -85,7 +84,7 @@ class _Call(NamedTuple):
 
 
 class PagedDecode:
-    """Attention over one paged cache by the kernel ``decode``.
+    """Attention over one paged cache, by the kernel whose tiles suit a call (``_tiles.py``).
 
     Queries are ``[nnz, num_qo_heads, head_dim]`` with the offsets ``qo_indptr`` of the requests'
     rows, or None for one row per request.
@@ -169,19 +168,20 @@ class PagedDecode:
         causal: bool,
         window_left: int,
         batch_invariant: bool,
-    ) -> tuple[DecodeTile, WorkSizes]:
+    ) -> tuple[Tile, WorkSizes]:
         """Choose a tile, and find the sizes of its work lists."""
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
         num_kv_heads = self._pages.first.array.shape[2]
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
-        sizes = (num_rows, group_size, table.batch_size, table.indices.size * table.page_size)
-        tile = self._tile(op, *sizes, one_row, batch_invariant)
+        num_tokens = table.indices.size * table.page_size
+        sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
+        tile = choose_tile(op, self._pages, self._aligned, *sizes, batch_invariant)
         cut = Cut(
             rows=tile.rows,
             head_dim_vo=tile.head_dim_vo,
             step_tokens=tile.tokens,
-            round_steps=tile.warps,
+            round_steps=tile.round_steps,
             num_parts=self._num_parts(tile),
         )
         return tile, WorkSizes(
@@ -211,55 +211,7 @@ class PagedDecode:
                     f"got {dim}"
                 )
 
-    def _tile(
-        self,
-        op: str,
-        num_rows: int,
-        group_size: int,
-        batch_size: int,
-        num_tokens: int,
-        one_row: bool,
-        batch_invariant: bool,
-    ) -> DecodeTile:
-        """Choose a tile by the sizes of a call.
-
-        A batch-invariant one must not depend on the batch.
-        """
-        k, v = (pages.array for pages in self._pages)
-        device = self._pages.first.device
-        tiles = [
-            tile
-            for tile in decode_tiles()
-            if tile.dtype == k.dtype
-            and tile.head_dim >= k.shape[3]
-            and tile.head_dim_vo >= v.shape[3]
-            and tile.aligned == self._aligned
-        ]
-        tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
-
-        # As many rows as the average request has, if a tile holds them.
-        packed = group_size if one_row else -(-num_rows * group_size // batch_size)
-        if batch_invariant and not one_row:
-            packed = 16
-        most = max(tile.rows for tile in tiles)
-        rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
-        tiles = [tile for tile in tiles if tile.rows == rows]
-
-        # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
-        # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
-        # us for 204; 128 of 2048: the same).
-        many = batch_size * k.shape[2] > 2 * num_sms(device)
-        if batch_invariant or (many and num_tokens <= _SHORT_TOKENS * batch_size):
-            tiles.reverse()
-        for tile in tiles:
-            if ctas_per_sm(tile, device):
-                return tile
-        raise NotImplementedError(
-            f"{op}: head_dim={k.shape[3]} needs {tiles[-1].smem_bytes} bytes of shared memory per "
-            f"CTA, this GPU has {smem_limits(device)[0]}"
-        )
-
-    def _num_parts(self, tile: DecodeTile) -> int:
+    def _num_parts(self, tile: Tile) -> int:
         """CTAs per KV head that run at a time."""
         k = self._pages.first
         ctas = num_sms(k.device) * ctas_per_sm(tile, k.device)
@@ -395,7 +347,7 @@ class PagedDecode:
 
     def _bind(
         self,
-        tile: DecodeTile,
+        tile: Tile,
         q: Array,
         options: dict[str, Any],
         sinks: Array | None,
@@ -406,7 +358,7 @@ class PagedDecode:
         k, v = self._pages
         heads, num_kv_heads = q.shape[:2], k.array.shape[2]
         out_dtype = output_dtype(q) if out is None else out.dtype
-        return kernel("decode", k.device, **tile.template_args).bind(
+        return kernel(tile.kernel, k.device, **tile.template_args).bind(
             self._num_parts(tile) * num_kv_heads,
             tile.warps * WARP,
             tile.smem_bytes,
@@ -428,9 +380,9 @@ class PagedDecode:
             evict_first=tile.rows <= 16,  # rows beyond a tile read the same keys again
         )
 
-    def _tile_of_plan(self, op: str, work: WorkList, device: int) -> DecodeTile:
+    def _tile_of_plan(self, op: str, work: WorkList, device: int) -> Tile:
         """Give the tile that a plan settled on, or raise if it cannot serve this cache."""
-        tile: DecodeTile = work.kind.tile
+        tile: Tile = work.kind.tile
         if tile.aligned != self._aligned:
             raise ValueError(
                 f"{op}: the plan was made for a cache that is aligned to 16 bytes "
@@ -455,14 +407,6 @@ def _work_of_call(
             "meanwhile would be given to others before the graph runs"
         )
     return None if kind.sizes is None else kind.sizes.make(table, qo_indptr, kind)
-
-
-def ctas_per_sm(tile: DecodeTile, device: int) -> int:
-    """CTAs of a tile that an SM holds at a time: as many as were asked for, if they fit."""
-    per_cta, per_sm = smem_limits(device)
-    if tile.smem_bytes > per_cta:
-        return 0
-    return min(tile.ctas_per_sm, per_sm // (tile.smem_bytes + _SYSTEM_SMEM))
 
 
 def _signature(array: Array) -> tuple[Any, ...]:

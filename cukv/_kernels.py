@@ -263,6 +263,43 @@ def _write_whole(path: Path, content: bytes) -> None:
 # ------------------------------------------------------------------------------ loading, launching
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, with a value of 4 of its 64 bytes."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_pack_config = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, CTA, smem, stream, attributes
+
+
+@functools.cache
+def _cu_launch_kernel_ex() -> Any:
+    """Find the driver's launch that takes attributes, which CuPy's does not."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = (ctypes.c_void_p,) * 4
+    return launch
+
+
+def launch_early(function: int, grid: int, cta: int, smem_bytes: int, stream: int) -> None:
+    """Launch a kernel that waits for those before it by itself, with this thread's parameters.
+
+    Its CTAs may be placed while the last launch is ending: half a microsecond less from one small
+    launch to the next.
+    """
+    staging = _staging()
+    config, address = staging.config_and_address
+    _pack_config.pack_into(config, 0, grid, 1, 1, cta, 1, 1, smem_bytes, stream, staging.early, 1)
+    error = _cu_launch_kernel_ex()(address, function, staging.memory_and_address[1], None)
+    if error:
+        raise RuntimeError(f"cukv: cuLaunchKernelEx gave CUDA error {error}")
+
+
 class _Staging(threading.local):
     """Where this thread packs a launch's parameters; the driver copies them during the call."""
 
@@ -274,6 +311,10 @@ class _Staging(threading.local):
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         # The memory, and the address of the driver's array of pointers to parameters: one look-up.
         self.memory_and_address = memory, ctypes.addressof(self._pointers)
+        self._early = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        self.early = ctypes.addressof(self._early)
+        config = (ctypes.c_char * _pack_config.size)()
+        self.config_and_address = config, ctypes.addressof(config)
 
 
 @functools.cache
@@ -300,6 +341,7 @@ class Kernel:
 
     __slots__ = (
         "_device",
+        "_early",
         "_function",
         "_layout",
         "_name",
@@ -314,6 +356,9 @@ class Kernel:
         self._name, self._device = name, device
         self._raw = raw  # owns the module that holds the function
         self._function = raw.kernel.ptr
+        # Compute capability 9.0 is the first that can.
+        waits = "griddepcontrol_wait();" in source(name)
+        self._early = waits and int(cp.cuda.Device(device).compute_capability) >= 90
         self._layout = struct_layout(_params_struct(name), name)
         self._splits: dict[tuple[str, ...], _Split] = {}
         self._pack_into = self._split(self._layout.names).pack_into
@@ -389,7 +434,10 @@ class Kernel:
         memory, address = self._staging.memory_and_address
         pack_into(memory, 0, *per_call, fixed)
         stream = get_current_stream().ptr
-        launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
+        if self._early:
+            launch_early(self._function, grid, cta, smem_bytes, stream)
+        else:
+            launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
 
 
 _loaded: dict[tuple[Any, ...], Kernel] = {}

@@ -34,7 +34,7 @@ def _with_vectors(*names: str, dtypes: Sequence[Any]) -> Iterator[dict[str, Any]
 
 
 class DecodeTile(NamedTuple):
-    """Geometry of one specialisation of ``decode``."""
+    """Geometry of one specialisation of ``decode``: a step of keys belongs to one warp."""
 
     dtype: Any  # of the cache
     head_dim: int  # at most so many elements of a key
@@ -42,6 +42,16 @@ class DecodeTile(NamedTuple):
     rows: int  # packed query rows
     warps: int
     aligned: bool  # keys and values are moved 16 bytes at a time
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "decode"
+
+    @property
+    def round_steps(self) -> int:
+        """Steps that a CTA takes side by side."""
+        return self.warps
 
     @property
     def tokens(self) -> int:
@@ -85,24 +95,103 @@ class DecodeTile(NamedTuple):
         }
 
 
+class PrefillTile(NamedTuple):
+    """Geometry of one specialisation of ``prefill_sm80``: a step of keys is for all warps."""
+
+    dtype: Any  # of the cache
+    head_dim: int  # at most so many elements of a key
+    head_dim_vo: int
+    warp_rows: int  # packed query rows of a warp
+    warps: int
+    aligned: bool  # keys and values are moved 16 bytes at a time
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "prefill_sm80"
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step."""
+        return 64
+
+    @property
+    def round_steps(self) -> int:
+        """Steps at whose multiples a tile is cut."""
+        return 2
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows."""
+        return self.warp_rows * self.warps
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 2 if self.warps == 4 else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
+        ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
+        queries = self.rows * (2 * (self.head_dim + 8) + 4)
+        return int(-(-(ring + queries + 2 * 8 + 8) // 1024) * 1024)
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``prefill_sm80``."""
+        return {
+            "KV": self.dtype,
+            "HEAD_DIM_QK": self.head_dim,
+            "HEAD_DIM_VO": self.head_dim_vo,
+            "WARP_ROWS": self.warp_rows,
+            "WARPS": self.warps,
+            "TOKENS": self.tokens,
+            "MIN_CTAS": self.ctas_per_sm,
+            "ALIGNED": str(self.aligned).lower(),
+        }
+
+
+Tile = DecodeTile | PrefillTile
+
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
-_DECODE_HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
+_HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
+
+
+def _attention_dims() -> Iterator[tuple[Any, tuple[int, int]]]:
+    for dtype in (BFLOAT16, FLOAT16, *FP8):
+        for dims in _HEAD_DIMS:
+            if dtype not in FP8 or dims != (64, 64):  # 64 bytes are swizzled as 128
+                yield dtype, dims
+
+
+@functools.cache
+def prefill_tiles() -> tuple[PrefillTile, ...]:
+    """Every tile of ``prefill_sm80``."""
+    tiles = []
+    for dtype, dims in _attention_dims():
+        if dtype in FP8 and max(dims) > 128:
+            continue  # no registers: such caches keep to the tiles of decode
+        # 32 rows of a warp use keys twice as often as 16, if there are registers for their sums.
+        wide = max(dims) <= 128
+        tiles += [
+            PrefillTile(dtype, *dims, *((32, 4) if wide and aligned else (16, 8)), aligned)
+            for aligned in (True, False)
+        ]
+    return tuple(tiles)
 
 
 @functools.cache
 def decode_tiles() -> tuple[DecodeTile, ...]:
     """Every tile of ``decode``, those that suit a call better before the others."""
     tiles = []
-    for dtype in (BFLOAT16, FLOAT16, *FP8):
-        for dims in _DECODE_HEAD_DIMS:
-            if dtype in FP8 and dims == (64, 64):
-                continue  # a row of 64 bytes is swizzled as one of 128
-            # More rows and wider heads than these do not fit into registers.
-            rows = (16,) if max(dims) > 128 else (8, 16) if dtype in FP8 else (8, 16, 32)
-            for n in rows:
-                warps = (8, 4) if max(dims) <= 128 and n <= 16 else (4,)
-                tiles += [DecodeTile(dtype, *dims, n, w, True) for w in warps]
-            tiles.append(DecodeTile(dtype, *dims, 16, 4, False))
+    for dtype, dims in _attention_dims():
+        # More rows and wider heads than these do not fit into registers.
+        rows = (16,) if max(dims) > 128 else (8, 16) if dtype in FP8 else (8, 16, 32)
+        for n in rows:
+            warps = (8, 4) if max(dims) <= 128 and n <= 16 else (4,)
+            tiles += [DecodeTile(dtype, *dims, n, w, True) for w in warps]
+        tiles.append(DecodeTile(dtype, *dims, 16, 4, False))
     return tuple(tiles)
 
 
@@ -127,6 +216,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
             for one_tile in ("true", "false")
             for fixed in ("true", "false")
         ],
+        "prefill_sm80": [tile.template_args for tile in prefill_tiles()],
         "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "seq_lens": [{}],
         "slot_mapping": [{}],

@@ -129,6 +129,8 @@ template <typename FROM, typename K_TO, typename V_TO, int VEC>
 __global__ void __launch_bounds__(256 + WARP_SIZE, (MIN_CTAS<FROM, K_TO, V_TO>))
     append(const __grid_constant__ AppendParams p) {
     __shared__ int64_t slots[MAX_ROWS_PER_CTA];
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     // CTAs of K and V alternate, so that both halves of a page are written close in time.
     const int32_t cta_idx = blockIdx.x, pairs = min(p.k_ctas, p.v_ctas);
     const bool paired = cta_idx < 2 * pairs;

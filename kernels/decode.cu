@@ -64,10 +64,10 @@ struct DecodeCta {
 
     static_assert((WARPS & (WARPS - 1)) == 0, "steps are dealt round robin");
 
-    using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS>;
+    using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, 1>;
     using Loader = KvLoader<Ring, ALIGNED, DecodeParams>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
-    using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, Q_STAYS>;
+    using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, ROWS, Q_STAYS>;
     static constexpr int M_TILES = Fragments::M_TILES, HALVES = Fragments::HALVES;
     using Scores = float[M_TILES][TOKENS / 8][2 * HALVES];
     using Warp = WarpState<M_TILES, HALVES, HEAD_DIM_VO / 8>;
@@ -80,6 +80,22 @@ struct DecodeCta {
         typename Ring::Keys keys[WARPS];
         int32_t last;  // whether this CTA has the last ticket
     };
+
+    // Stores four results of a row, and with the first its lse.
+    static __device__ __forceinline__ void finish(
+        const DecodeParams& p,
+        const State<1, 4>& state,
+        const Item& item,
+        int kv_head,
+        int row,
+        int feat) {
+        const PackedRow at(p.group, item, kv_head, row);
+        const RowResult<DecodeParams> result(p, at, state.m, state.d);
+        result.store(state.o[0], feat);
+        if (feat == 0) {
+            result.store_lse();
+        }
+    }
 
     // Calls visit(row, feat) for this thread's vectors of 4 features of the tile's rows.
     template <typename Visit>
@@ -94,35 +110,30 @@ struct DecodeCta {
         }
     }
 
-    // Whether this CTA is to finish the tile. If other CTAs work on it too, leaves the state of this
-    // item in its slot; then it is the last of them.
-    static __device__ __forceinline__ bool finishes(
+    // Ends an item whose warps' states are in shared memory: finishes the tile if the item is all of
+    // it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
+    static __device__ __forceinline__ void finish_item(
         const DecodeParams& p, Smem& smem, const Item& item, int kv_head, int first_warp) {
         if (item.first_slot < 0) {
-            return true;
+            each_vector(p, item, [&](int row, int feat) {
+                finish(p, smem.states.merge(row, feat, first_warp), item, kv_head, row, feat);
+            });
+        } else if (item.num_rows > 0) {
+            const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
+            each_vector(p, item, [&](int row, int feat) {
+                const auto state = smem.states.merge(row, feat, first_warp);
+                slots.store_sums(state.o[0], row, feat);
+                if (feat == 0) {
+                    slots.store_state(state.m, state.d, row);
+                }
+            });
+            if (slots.takes_last_ticket(smem.last)) {
+                slots.template each_vector<THREADS>(
+                    p.head_dim_vo, [&](const State<1, 4>& state, int row, int feat) {
+                        finish(p, state, item, kv_head, row, feat);
+                    });
+            }
         }
-        if (item.num_rows == 0) {
-            return false;
-        }
-        const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
-        each_vector(p, item, [&](int row, int feat) {
-            slots.store(smem.states.merge(row, feat, first_warp), row, feat);
-        });
-        return slots.takes_last_ticket(smem.last);
-    }
-
-    // The results of a tile, of this CTA's warps if they had all of its keys, else of all its slots.
-    static __device__ __forceinline__ void finish(
-        const DecodeParams& p, const Smem& smem, const Item& item, int kv_head, int first_warp) {
-        const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
-        const bool whole = item.first_slot < 0;
-        each_vector(p, item, [&](int row, int feat) {
-            State<1, 4> state =
-                whole ? smem.states.merge(row, feat, first_warp) : slots.merge(row, feat);
-            const PackedRow at(p.group, item, kv_head, row);
-            add_sink(p, at, state);
-            store_result(p, at, feat, state);
-        });
     }
 };
 
@@ -148,7 +159,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     // 1 the CTA's part, and its first keys and queries on their way
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
-    Item item = p.work.first_items[part];
+    griddepcontrol_wait();
+    Item item = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
         return;
@@ -166,13 +178,13 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     queries.store(smem.q[first_item & 1], p.q_rows.kind);
     __syncthreads();  // queries are there
 
-    const Logits logits(p);
+    const Logits<DecodeParams> logits(p);
     int stage = 0;
     int first_warp = 0;  // takes the first step of the item
     for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
         // 2 this item's queries, and the next one's on their way
         const int q_buffer = item_idx & 1;
-        const typename Cta::Fragments fragments(smem.q[q_buffer]);
+        const typename Cta::Fragments fragments(smem.q[q_buffer], 0);
         const bool has_next = item_idx + 1 < end_item;
         if (has_next) {
             queries.load(p, p.work.items[item_idx + 1], kv_head);
@@ -181,7 +193,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         // 3 this warp's steps
         const Sight<DecodeParams> sight(p, item);
         float scales[Cta::M_TILES][Cta::HALVES];
-        logits.row_scales(scales, smem.q[q_buffer]);
+        logits.row_scales(scales, smem.q[q_buffer], 0);
         typename Cta::Warp warp;
         const int32_t steps = num_steps<TOKENS>(item);
 #pragma unroll 1
@@ -193,7 +205,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             multiply_keys<KV, Ring::K_ROW_BYTES>(s, fragments, k_smem);
             // Not behind the branch of the cap, where they would take 8 registers more:
             const int32_t token = item.first_token + step * TOKENS;
-            const uint32_t keys = smem.keys[warp_idx][stage];
+            const typename Ring::KeyBits keys = smem.keys[warp_idx][stage];
             logits.apply(s, scales);
             sight.mask(s, token, keys);
             warp.weigh(s);
@@ -203,6 +215,10 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
 
+        if (!has_next) {
+            griddepcontrol_launch_dependents();
+        }
+
         // 4 one state of all warps, and the result if no other CTA has more of the tile
         __syncthreads();  // the states of the item before have been read
         smem.states.template store<KV>(warp);
@@ -210,9 +226,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             queries.store(smem.q[q_buffer ^ 1], p.q_rows.kind);
         }
         __syncthreads();  // states and queries are there
-        if (Cta::finishes(p, smem, item, kv_head, first_warp)) {
-            Cta::finish(p, smem, item, kv_head, first_warp);
-        }
+        Cta::finish_item(p, smem, item, kv_head, first_warp);
         first_warp = (first_warp + steps) & (WARPS - 1);
         if (has_next) {
             item = p.work.items[item_idx + 1];

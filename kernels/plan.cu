@@ -10,6 +10,7 @@
 // that CTAs need not wait for each other. Bound by latency.
 // Any contents of the index arrays are safe: pages outside `indices`, rows outside q name nothing.
 // Host: cukv/_plan.py Plan.update       Reference: cukv/reference.py prefill
+#include "common/ptx.cuh"
 #include "common/scan.cuh"
 #include "common/work.cuh"
 
@@ -34,7 +35,7 @@ struct PlanParams {
 static_assert(sizeof(PlanParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 constexpr int64_t MAX_TOKENS = 1 << 30;  // of a request
-constexpr int64_t MAX_COST = 1 << 30;    // of all tiles; only tables that name pages twice have more
+constexpr int64_t MAX_COST = 1 << 30;  // of all tiles; only tables that name pages twice have more
 
 __device__ __forceinline__ int32_t clamp(int64_t x, int32_t low, int32_t high) {
     return static_cast<int32_t>(min(max(x, int64_t{low}), int64_t{high}));
@@ -55,7 +56,8 @@ struct RequestRows {
         const int32_t num_indices = static_cast<int32_t>(p.table.indices.size);
         const Request request = p.table.request(request_idx);
         first_page = clamp(request.first_page, 0, num_indices);
-        const int64_t full_pages = clamp(request.end_page, first_page, num_indices) - first_page - 1;
+        const int64_t full_pages =
+            clamp(request.end_page, first_page, num_indices) - first_page - 1;
         const int32_t last = clamp(request.last_page_len, 0, p.table.page_divisor.divisor);
         kv_len = full_pages < 0 ? 0 : min(full_pages * p.table.page_size + last, MAX_TOKENS);
         first_q_row = request_idx;
@@ -65,9 +67,9 @@ struct RequestRows {
             qo_len = clamp(p.qo_indptr[request_idx + 1], first_q_row, p.num_q_rows) - first_q_row;
         }
         packed_rows = qo_len * p.group.divisor;
-        num_tiles = ONE_TILE ? 1
-                             : max(1, p.rows_per_tile.quotient(
-                                          packed_rows + p.rows_per_tile.divisor - 1));
+        num_tiles =
+            ONE_TILE ? 1
+                     : max(1, p.rows_per_tile.quotient(packed_rows + p.rows_per_tile.divisor - 1));
     }
 };
 
@@ -196,21 +198,13 @@ struct TileWriter {
         return g * share - begin_cost - p.item_cost;
     }
 
-    __device__ __forceinline__ Item item(
-        int32_t begin, int32_t end, int32_t item_idx, int32_t num, int32_t slot, int32_t next_slot)
+    __device__ __forceinline__ Item
+    item(int32_t begin, int32_t end, int32_t item_idx, int32_t num, int32_t slot, int32_t next_slot)
         const {
-        return {
-            rows.first_page,
-            rows.first_q_row,
-            rows.kv_len - rows.qo_len,
-            tile.first_row,
-            tile.num_rows,
-            tile.first_token + begin,
-            tile.first_token + end,
-            item_idx,
-            num,
-            num > 1 ? slot : -1,
-            next_slot};
+        return {rows.first_page,        rows.first_q_row, rows.kv_len - rows.qo_len,
+                tile.first_row,         tile.num_rows,    tile.first_token + begin,
+                tile.first_token + end, item_idx,         num,
+                num > 1 ? slot : -1,    next_slot};
     }
 
     __device__ __forceinline__ void put(int64_t idx, const Item& item, int32_t first_of) const {
@@ -296,6 +290,7 @@ constexpr int MAX_THREADS = 512;
 template <bool ONE_TILE, bool FIXED>
 __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ PlanParams p) {
     __shared__ ScanSmem smem;
+    griddepcontrol_wait();
     const int32_t batch_size = static_cast<int32_t>(p.table.batch_size);
     const int32_t num_threads = blockDim.x;
     const int32_t cta_first = blockIdx.x * num_threads;
@@ -342,6 +337,7 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
         }
     }
 
+    griddepcontrol_launch_dependents();
     // 3 the first part, the last, and those that are left without items; no ticket is taken
     const int32_t last = dealt ? static_cast<uint32_t>(all.cost) / share : -1;
     const int64_t num_tiles = ONE_TILE ? batch_size : all.tiles;

@@ -208,6 +208,7 @@ class FakeDevice:
     """Stands for a device made current by ``with``."""
 
     current = 0
+    compute_capability = "80"
 
     def __init__(self, device):
         self._device = device
@@ -385,6 +386,36 @@ def test_more_shared_memory_than_48_kb_is_asked_for_once_and_never_lowered(padde
     launch(1, 32, 100_000, **values)
     launch(1, 32, 200_000, **values)
     assert asked == [(1, 100_000), (1, 200_000)]  # on the kernel's device
+
+
+@pytest.mark.parametrize(("capability", "early"), [("80", False), ("90", True), ("100", True)])
+def test_kernels_that_wait_by_themselves_are_launched_early_where_that_exists(
+    capability, early, fake_gpu, monkeypatch
+):
+    configs = []
+
+    def launch_ex(config, function, parameters, extra):
+        fields = struct.unpack("=7I4xQQI4x", ctypes.string_at(config, 56))
+        attribute = struct.unpack("=IIi60x", ctypes.string_at(fields[8], 72))
+        configs.append((fields[:8], fields[9], attribute, function, extra))
+        return 0
+
+    monkeypatch.setattr(FakeDevice, "compute_capability", capability)
+    monkeypatch.setattr(_kernels, "_cu_launch_kernel_ex", lambda: launch_ex)
+    waits = _kernels.Kernel("plan", 0, FakeModule(None))
+    waits._launch(3, 64, 1024, lambda *_: None, b"")
+    if early:  # grid, CTA, shared memory, stream; one attribute: programmatic serialisation
+        assert configs == [((3, 1, 1, 64, 1, 1, 1024, 1), 1, (6, 0, 1), 1, None)]
+        assert fake_gpu == []
+        monkeypatch.setattr(_kernels, "_cu_launch_kernel_ex", lambda: lambda *_: 1)
+        with pytest.raises(RuntimeError, match="cuLaunchKernelEx gave CUDA error 1"):
+            waits._launch(3, 64, 1024, lambda *_: None, b"")
+    else:
+        assert configs == []
+        assert len(fake_gpu) == 1
+    fake_gpu.clear()
+    _kernels.Kernel("seq_lens", 0, FakeModule(None))._launch(1, 32, 0, lambda *_: None, b"")
+    assert len(fake_gpu) == 1  # does not wait by itself
 
 
 @pytest.mark.parametrize("way", ["indptr", "positions", "last"])

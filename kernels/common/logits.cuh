@@ -28,25 +28,25 @@ __device__ __forceinline__ void each_score(float (&s)[M_TILES][TILES][N], Visit 
 }
 
 // What scores become logits with. Params: sm_scale, q_scale, k_scale, logits_soft_cap.
+template <typename Params>
 struct Logits {
+    const Params& p;
     float scale;  // with a cap: to multiples of it; without: to base 2
-    float cap;    // in base 2; 0: off
 
-    template <typename Params>
-    __device__ __forceinline__ explicit Logits(const Params& p) {
+    __device__ __forceinline__ explicit Logits(const Params& p) : p(p) {
         const float natural = p.sm_scale * p.q_scale.get() * p.k_scale.get();
-        cap = p.logits_soft_cap * LOG2_E;
         scale = p.logits_soft_cap > 0.0f ? natural / p.logits_soft_cap : natural * LOG2_E;
     }
 
-    // Of each of this lane's rows: `scale`, times what the row of the tile was divided by.
+    // Of each of this lane's rows, from first_row of the tile on: `scale`, times what the row of the tile was divided by.
     template <int M_TILES, int HALVES, typename Tile>
     __device__ __forceinline__ void row_scales(
-        float (&scales)[M_TILES][HALVES], const Tile& tile) const {
+        float (&scales)[M_TILES][HALVES], const Tile& tile, int first_row) const {
 #pragma unroll
         for (int i = 0; i < M_TILES * HALVES; ++i) {
             const int m_tile = i / HALVES, half_idx = i % HALVES;
-            scales[m_tile][half_idx] = scale * tile.factor_of(lane_row(m_tile, half_idx));
+            scales[m_tile][half_idx] =
+                scale * tile.factor_of(first_row + lane_row(m_tile, half_idx));
         }
     }
 
@@ -55,7 +55,8 @@ struct Logits {
         float (&s)[M_TILES][TILES][2 * HALVES], const float (&scales)[M_TILES][HALVES]) const {
         each_score(
             s, [&](float& x, int m_tile, int half_idx, int) { x *= scales[m_tile][half_idx]; });
-        if (cap > 0.0f) {
+        if (p.logits_soft_cap > 0.0f) {
+            const float cap = p.logits_soft_cap * LOG2_E;
             each_score(s, [&](float& x, int, int, int) { x = cap * tanh_by_ex2(x); });
         }
     }
@@ -68,6 +69,7 @@ struct Sight {
     const Params& p;
     int32_t first_row, diagonal;
     int32_t all_from, all_to;  // every row sees the tokens [all_from, all_to): they need no mask
+    int32_t end_token;         // no row sees a token from here on
 
     __device__ __forceinline__ Sight(const Params& p, const Item& item)
         : p(p), first_row(item.first_row), diagonal(item.diagonal) {
@@ -75,6 +77,7 @@ struct Sight {
         const int32_t last_q = p.group.quotient(first_row + item.num_rows - 1);
         all_from = p.window_left < 0 ? 0 : diagonal + last_q - p.window_left;
         all_to = p.causal ? diagonal + first_q + 1 : 0x7fffffff;
+        end_token = item.num_rows == 0 ? 0 : p.causal ? diagonal + last_q + 1 : item.end_token;
     }
 
     __device__ __forceinline__ bool sees(int row, int32_t token) const {
@@ -84,13 +87,13 @@ struct Sight {
     }
 
     // Masks the logits of the keys from `token` on; bit t of `keys`: whether token + t is a key.
-    template <int M_TILES, int TILES, int N>
+    template <int M_TILES, int TILES, int N, typename Bits>
     __device__ __forceinline__ void mask(
-        float (&s)[M_TILES][TILES][N], int32_t token, uint32_t keys) const {
+        float (&s)[M_TILES][TILES][N], int32_t token, Bits keys) const {
         constexpr int TOKENS = TILES * 8;
-        constexpr uint32_t ALL = TOKENS == 32 ? 0xffffffffu : (1u << TOKENS) - 1;
+        static_assert(TOKENS == 8 * sizeof(Bits), "a bit for each token");
         const bool rows_differ = token < all_from || token + TOKENS > all_to;
-        if ((keys & ALL) == ALL && !rows_differ) {
+        if (keys == static_cast<Bits>(~Bits{0}) && !rows_differ) {
             return;
         }
         each_score(s, [&](float& x, int m_tile, int half_idx, int local) {

@@ -106,4 +106,23 @@ __device__ __forceinline__ void store_tile_pair(float* to, const float* even, co
     }
 }
 
+// Four neighbouring sums of a row out of its lanes' two each of tiles 2 i and 2 i + 1, and their
+// first column, from column 16 i on.
+template <typename KV>
+__device__ __forceinline__ int neighbours(float (&sums)[4], const float* even, const float* odd) {
+    const int t = threadIdx.x % 4;
+    if constexpr (is_fp8<KV>) {
+        sums[0] = even[0], sums[1] = odd[0], sums[2] = even[1], sums[3] = odd[1];
+        return 4 * t;
+    } else {
+        // A lane of even t takes four columns of the even tile, its neighbour of the odd one.
+        const bool low = t % 2 == 0;
+        const float x0 = __shfl_xor_sync(0xffffffffu, low ? odd[0] : even[0], 1);
+        const float x1 = __shfl_xor_sync(0xffffffffu, low ? odd[1] : even[1], 1);
+        sums[0] = low ? even[0] : x0, sums[1] = low ? even[1] : x1;
+        sums[2] = low ? x0 : odd[0], sums[3] = low ? x1 : odd[1];
+        return low ? 2 * t : 8 + 2 * (t - 1);
+    }
+}
+
 }  // namespace cukv

@@ -20,9 +20,9 @@ __device__ __forceinline__ int lane_row(int m_tile, int half_idx) {
     return m_tile * 16 + half_idx * 8 + threadIdx.x % WARP_SIZE / 4;
 }
 
-// The queries of a tile as left operands: loaded once if they STAY in registers, else every time
-// that they are asked for.
-template <typename KV, int HEAD_DIM, int ROWS, bool STAY_>
+// The queries of a warp as left operands: rows from first_row of the tile on. Loaded once if they
+// STAY in registers, else every time that they are asked for.
+template <typename KV, int HEAD_DIM, int TILE_ROWS, int ROWS, bool STAY_>
 struct QueryFragments {
     static constexpr bool STAY = STAY_;
     static constexpr int M_TILES = ROWS == 8 ? 1 : ROWS / 16, HALVES = ROWS == 8 ? 1 : 2;
@@ -31,11 +31,13 @@ struct QueryFragments {
 
     using Step = uint32_t[M_TILES][2 * HALVES];  // 16 columns of all rows, for mma_m16n8k16
 
-    const QueryTile<KV, HEAD_DIM, ROWS>& tile;
+    const QueryTile<KV, HEAD_DIM, TILE_ROWS>& tile;
+    int first_row;
     Step held[STAY ? K_STEPS : 1];
 
-    __device__ __forceinline__ explicit QueryFragments(const QueryTile<KV, HEAD_DIM, ROWS>& tile)
-        : tile(tile) {
+    __device__ __forceinline__
+    QueryFragments(const QueryTile<KV, HEAD_DIM, TILE_ROWS>& tile, int first_row)
+        : tile(tile), first_row(first_row) {
         if constexpr (STAY) {
 #pragma unroll
             for (int k_step = 0; k_step < K_STEPS; ++k_step) {
@@ -45,18 +47,27 @@ struct QueryFragments {
     }
 
     __device__ __forceinline__ void load(Step& a, int k_step) const {
-        const int t = threadIdx.x % 4;
+        const int t = threadIdx.x % 4, lane_idx = threadIdx.x % WARP_SIZE;
 #pragma unroll
-        for (int i = 0; i < M_TILES * HALVES; ++i) {
-            const int m_tile = i / HALVES, half_idx = i % HALVES;
-            const Operand<KV>* q = &tile.x[lane_row(m_tile, half_idx)][k_step * 16];
-            if constexpr (is_fp8<KV>) {  // the order of columns of KeyOperands
-                const uint2 pair = *reinterpret_cast<const uint2*>(q + 4 * t);
+        for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
+            if constexpr (!is_fp8<KV> && HALVES == 2) {
+                const int row = first_row + m_tile * 16 + lane_idx % 16;
+                ldmatrix_x4(a[m_tile], smem_address(&tile.x[row][k_step * 16 + lane_idx / 16 * 8]));
+                continue;
+            }
+#pragma unroll
+            for (int half_idx = 0; half_idx < HALVES; ++half_idx) {
+                const int row = first_row + lane_row(m_tile, half_idx);
+                const Operand<KV>* q = &tile.x[row][k_step * 16];
+                uint2 pair;
+                if constexpr (is_fp8<KV>) {  // the order of columns of KeyOperands
+                    pair = *reinterpret_cast<const uint2*>(q + 4 * t);
+                } else {
+                    pair.x = *reinterpret_cast<const uint32_t*>(q + 2 * t);
+                    pair.y = *reinterpret_cast<const uint32_t*>(q + 2 * t + 8);
+                }
                 a[m_tile][half_idx] = pair.x;
                 a[m_tile][HALVES + half_idx] = pair.y;
-            } else {
-                a[m_tile][half_idx] = *reinterpret_cast<const uint32_t*>(q + 2 * t);
-                a[m_tile][HALVES + half_idx] = *reinterpret_cast<const uint32_t*>(q + 2 * t + 8);
             }
         }
     }

@@ -17,6 +17,21 @@ __device__ __forceinline__ void bar_sync(int threads) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
 
+// Waits until all launches before this one have ended and what they wrote can be read. A kernel that
+// the host launches early comes here before it reads or writes anything but its parameters.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next launch be placed, if it is an early one, once every CTA has come here or ended.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // 2^x; 2^-inf is +0.
 __device__ __forceinline__ float ex2(float x) {
     float y;
@@ -37,6 +52,27 @@ __device__ __forceinline__ uint32_t cvt_pair(float low, float high) {
     return pair;
 }
 
+// Adds to a counter of all CTAs and gives what it was. What this thread has written or seen written
+// before is seen by whoever finds the new count, and what others had then, by this thread after.
+__device__ __forceinline__ int32_t atom_add_acq_rel(int32_t* counter, int32_t x) {
+    int32_t before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(x)
+                 : "memory");
+    return before;
+}
+
+// Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need it.
+__device__ __forceinline__ uint4 ld_global_16(const void* from) {
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
+
 // How the L2 should treat lines: first to be evicted, or as any other.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
     uint64_t policy;
@@ -51,13 +87,11 @@ __device__ __forceinline__ uint64_t createpolicy_evict_unchanged() {
 }
 
 // Starts a copy of 16 bytes, of which the first src_bytes are read and the others become zeros.
-__device__ __forceinline__ void
-cp_async_16(uint32_t to_smem, const void* from, int src_bytes, uint64_t policy) {
+__device__ __forceinline__ void cp_async_16(
+    uint32_t to_smem, const void* from, int src_bytes, uint64_t policy) {
     asm volatile(
         "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
-        "l"(from),
-        "r"(src_bytes),
-        "l"(policy)
+        "l"(from), "r"(src_bytes), "l"(policy)
         : "memory");
 }
 
@@ -92,8 +126,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t sme
 //   b[0], b[1] = rows t, t + 1 and t + 8, t + 9 of column g
 //   c[0..1], c[2..3] = columns t, t + 1 of rows g, g + 8
 template <typename DType>
-__device__ __forceinline__ void
-mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (is_same<DType, half>) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -112,8 +146,8 @@ mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 
 // The same for 8 rows: rows 8 to 15 of a are zero, and of c not kept.
 template <typename DType>
-__device__ __forceinline__ void
-mma_m16n8k16(float (&c)[2], const uint32_t (&a)[2], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16(
+    float (&c)[2], const uint32_t (&a)[2], uint32_t b0, uint32_t b1) {
     float unused0, unused1;
     if constexpr (is_same<DType, half>) {
         asm volatile(

@@ -192,14 +192,11 @@ struct QueryLoader {
     }
 };
 
-// Stores the finished vector of a state, times `factor`, as half, bfloat16 or float, whole if `to`
-// is aligned to four elements.
-__device__ __forceinline__ void store_4(
-    char* to, const State<1, 4>& state, float factor, int kind, bool aligned) {
-    const Vec<float, 4> x = state.result<float>(0, factor);
+// Stores four elements as half, bfloat16 or float, whole if `to` is aligned to them.
+__device__ __forceinline__ void store_4(char* to, const float (&x)[4], int kind, bool aligned) {
     if (kind == KIND_FLOAT) {
         if (aligned) {
-            store_vec(to, x);
+            *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -223,27 +220,48 @@ __device__ __forceinline__ void store_4(
     }
 }
 
-// Adds the sink of a row's head, a logit without a value. Params: sinks, sinks_stride, sinks_kind.
+// What finishes a row: sums times `factor` are its output. Params: sinks, sinks_stride, sinks_kind,
+// v_scale, o, o_rows, lse, lse_rows.
 template <typename Params>
-__device__ __forceinline__ void add_sink(const Params& p, const PackedRow& at, State<1, 4>& state) {
-    if (p.sinks != nullptr) {
-        const char* from = p.sinks + at.qo_head * p.sinks_stride;
-        const float sink = LOG2_E * load_element(from, p.sinks_kind);
-        state.raise(fmaxf(state.m, sink));
-        state.d += state.weight(sink);
-    }
-}
+struct RowResult {
+    const Params& p;
+    const PackedRow at;
+    float factor;
+    float lse;
 
-// Stores four elements of a finished row, and with the first its lse. Params: o, o_rows, v_scale,
-// lse, lse_rows.
-template <typename Params>
-__device__ __forceinline__ void store_result(
-    const Params& p, const PackedRow& at, int feat, const State<1, 4>& state) {
-    char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
-    store_4(to, state, p.v_scale.get(), p.o_rows.kind, p.o_rows.aligned);
-    if (feat == 0 && p.lse != nullptr) {
-        *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = state.lse();
+    // Of a row's maximum and denominator. A sink is one more logit, without a value.
+    __device__ __forceinline__ RowResult(const Params& p, const PackedRow& at, float m, float d)
+        : p(p), at(at) {
+        float scale = 1.0f;
+        if (p.sinks != nullptr) {
+            const char* from = p.sinks + at.qo_head * p.sinks_stride;
+            const float sink = LOG2_E * load_element(from, p.sinks_kind);
+            const float m_new = fmaxf(m, sink);
+            const float base = m_new > NO_KEY ? m_new : 0.0f;
+            scale = ex2(m - base);
+            d = fmaf(d, scale, ex2(sink - base));
+            m = m_new;
+        }
+        factor = d > 0.0f ? scale * p.v_scale.get() / d : 0.0f;
+        lse = m + log2f(d);
     }
-}
+
+    // Stores the outputs of four sums; adding 0 makes those of a row without keys +0.
+    __device__ __forceinline__ void store(const float (&sums)[4], int feat) const {
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            x[i] = fmaf(sums[i], factor, 0.0f);
+        }
+        char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
+        store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
+    }
+
+    __device__ __forceinline__ void store_lse() const {
+        if (p.lse != nullptr) {
+            *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = lse;
+        }
+    }
+};
 
 }  // namespace cukv

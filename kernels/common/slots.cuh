@@ -11,7 +11,7 @@ namespace cukv {
 
 template <int ROWS, int HEAD_DIM>
 struct Slots {
-    static constexpr int IN_FLIGHT = 16;  // states whose loads a thread starts together
+    static constexpr int IN_FLIGHT = 8;  // states whose loads a thread starts together
 
     const WorkList& work;
     const Item& item;
@@ -22,13 +22,14 @@ struct Slots {
         return (int64_t{item.slot(i)} * work.num_kv_heads + kv_head) * ROWS + row;
     }
 
-    __device__ __forceinline__ void store(const State<1, 4>& state, int row, int feat) const {
-        const int64_t to = slot_row(item.item_idx, row);
-        *reinterpret_cast<float4*>(work.sums + to * HEAD_DIM + feat) =
-            make_float4(state.o[0][0], state.o[0][1], state.o[0][2], state.o[0][3]);
-        if (feat == 0) {
-            *reinterpret_cast<float2*>(work.states + to * 2) = make_float2(state.m, state.d);
-        }
+    __device__ __forceinline__ void store_sums(const float (&sums)[4], int row, int feat) const {
+        float* to = work.sums + slot_row(item.item_idx, row) * HEAD_DIM + feat;
+        *reinterpret_cast<float4*>(to) = make_float4(sums[0], sums[1], sums[2], sums[3]);
+    }
+
+    __device__ __forceinline__ void store_state(float m, float d, int row) const {
+        float* to = work.states + slot_row(item.item_idx, row) * 2;
+        *reinterpret_cast<float2*>(to) = make_float2(m, d);
     }
 
     // Whether this CTA is the last of the tile's: then all its slots are written. `last` is shared.
@@ -36,9 +37,7 @@ struct Slots {
         __syncthreads();  // the slot is written; thread 0 publishes it for all
         if (threadIdx.x == 0) {
             int32_t* ticket = work.tickets + int64_t{item.first_slot} * work.num_kv_heads + kv_head;
-            __threadfence();
-            last = atomicAdd(ticket, 1) == item.num_items - 1;
-            __threadfence();
+            last = atom_add_acq_rel(ticket, 1) == item.num_items - 1;
             if (last) {
                 *ticket = 0;  // for the next launch
             }
@@ -47,30 +46,45 @@ struct Slots {
         return last;
     }
 
-    // Four sums of a row over all items of the tile.
-    __device__ __forceinline__ State<1, 4> merge(int row, int feat) const {
+    // Calls visit(state, row, feat) for vectors of four sums of the tile's rows, each merged over all
+    // items by two lanes, and visited by the first of them.
+    template <int THREADS, typename Visit>
+    __device__ __forceinline__ void each_vector(int head_dim, Visit visit) const {
+        constexpr int VECS = HEAD_DIM / 4;
+        for (int base = 0; base < item.num_rows * VECS; base += THREADS / 2) {
+            const int i = base + threadIdx.x / 2;
+            const int row = min(i / VECS, item.num_rows - 1), feat = i % VECS * 4;
+            State<1, 4> state = merge(row, feat, threadIdx.x % 2);
+            state.add_lane(1);
+            if (threadIdx.x % 2 == 0 && i < item.num_rows * VECS && feat < head_dim) {
+                visit(state, row, feat);
+            }
+        }
+    }
+
+    // Four sums of a row over every other item of the tile.
+    __device__ __forceinline__ State<1, 4> merge(int row, int feat, int first) const {
         State<1, 4> state;
-        for (int base = 0; base < item.num_items; base += IN_FLIGHT) {
+        for (int base = first; base < item.num_items; base += 2 * IN_FLIGHT) {
             float2 md[IN_FLIGHT];
             float4 o[IN_FLIGHT];
             float m = state.m;
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
-                const int64_t from = slot_row(min(base + i, item.num_items - 1), row);
+                const int64_t from = slot_row(min(base + 2 * i, item.num_items - 1), row);
                 md[i] = __ldcg(reinterpret_cast<const float2*>(work.states + from * 2));
                 o[i] = __ldcg(reinterpret_cast<const float4*>(work.sums + from * HEAD_DIM + feat));
             }
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
+                md[i].x = base + 2 * i < item.num_items ? md[i].x : NO_KEY;
                 m = fmaxf(m, md[i].x);
             }
             state.raise(m);
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
-                if (base + i < item.num_items) {
-                    const float sums[1][4] = {{o[i].x, o[i].y, o[i].z, o[i].w}};
-                    state.add(md[i].x, md[i].y, sums);
-                }
+                const float sums[1][4] = {{o[i].x, o[i].y, o[i].z, o[i].w}};
+                state.add(md[i].x, md[i].y, sums);
             }
         }
         return state;

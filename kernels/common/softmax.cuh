@@ -50,8 +50,8 @@ struct State {
     }
 
     // Adds a state whose maximum is not above this one's.
-    __device__ __forceinline__ void
-    add(float m_other, float d_other, const float (&o_other)[VECS][VEC]) {
+    __device__ __forceinline__ void add(
+        float m_other, float d_other, const float (&o_other)[VECS][VEC]) {
         const float w = weight(m_other);
         d = fmaf(w, d_other, d);
 #pragma unroll
@@ -63,15 +63,30 @@ struct State {
         }
     }
 
-    // The finished vector times `factor`. Without a live state every sum is still -0.0, and the
-    // result +0.0.
+    // Adds the state of the lane whose number differs by `distance` in one bit.
+    __device__ __forceinline__ void add_lane(int distance) {
+        const float m_other = __shfl_xor_sync(0xffffffffu, m, distance);
+        const float d_other = __shfl_xor_sync(0xffffffffu, d, distance);
+        float o_other[VECS][VEC];
+#pragma unroll
+        for (int vec = 0; vec < VECS; ++vec) {
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                o_other[vec][i] = __shfl_xor_sync(0xffffffffu, o[vec][i], distance);
+            }
+        }
+        raise(fmaxf(m, m_other));
+        add(m_other, d_other, o_other);
+    }
+
+    // The finished vector times `factor`; +0.0 without a live state.
     template <typename TO>
     __device__ __forceinline__ Vec<TO, VEC> result(int vec, float factor = 1.0f) const {
-        const float scale = d > 0.0f ? factor / d : -0.0f;
+        const float scale = factor / d;
         Vec<TO, VEC> y;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-            y[i] = from_float<TO>(o[vec][i] * scale);
+            y[i] = from_float<TO>(d > 0.0f ? o[vec][i] * scale : 0.0f);
         }
         return y;
     }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void zero_buffers(char (&buffers)[STAGES][BYTES]) {
 
 // Starts copying row r of TOKENS to row r of a buffer, by a warp; lane r knows that the row is
 // `offset` bytes from `base`. A row whose bit of `keys` is 0 becomes zeros and is not read.
-template <int ROW_BYTES, int TOKENS>
+template <int ROW_BYTES, int TOKENS, int UNROLL>
 __device__ __forceinline__ void copy_rows(
     char* buffer, const char* base, int64_t offset, int num_bytes, uint32_t keys, uint64_t policy) {
     constexpr int LANES = ROW_BYTES < 512 ? ROW_BYTES / 16 : WARP_SIZE;  // of a row
@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_rows(
     const int chunk = lane_idx % LANES;
     const bool loads = chunk * 16 < num_bytes;
     const uint32_t to = smem_address(buffer);
-#pragma unroll 8
+#pragma unroll(UNROLL)
     for (int i = 0; i < TOKENS; i += ROWS_AT_ONCE) {
         const int row = i + lane_idx / LANES;
         const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);

@@ -38,6 +38,25 @@ template <typename DType>
 constexpr bool is_fp8 = is_same<DType, fp8_e4m3> || is_same<DType, fp8_e5m2>;
 
 template <int BYTES>
+struct UintOf;
+template <>
+struct UintOf<8> {
+    using type = uint64_t;
+};
+template <>
+struct UintOf<4> {
+    using type = uint32_t;
+};
+template <>
+struct UintOf<2> {
+    using type = uint16_t;
+};
+template <>
+struct UintOf<1> {
+    using type = uint8_t;
+};
+
+template <int BYTES>
 struct RawOf;
 template <>
 struct RawOf<16> {

@@ -21,6 +21,28 @@ struct WarpState {
         }
     }
 
+    // The denominator of a row over all its lanes.
+    __device__ __forceinline__ float whole_d(int m_tile, int half_idx) const {
+        float sum = d[m_tile][half_idx];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        return sum;
+    }
+
+    // Calls visit(sums, feat) for vectors of four neighbouring sums of a row that cover it once over
+    // its four lanes.
+    template <typename KV, typename Visit>
+    __device__ __forceinline__ void each_vector(int m_tile, int half_idx, Visit visit) const {
+#pragma unroll
+        for (int tile = 0; tile < FEAT_TILES; tile += 2) {
+            float sums[4];
+            const int feat = tile * 8 + neighbours<KV>(
+                                            sums, &o[m_tile][tile][2 * half_idx],
+                                            &o[m_tile][tile + 1][2 * half_idx]);
+            visit(sums, feat);
+        }
+    }
+
     // Turns logits into weights relative to the row's maximum, which they may raise.
     template <int TILES>
     __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][2 * HALVES]) {
@@ -30,6 +52,12 @@ struct WarpState {
 #pragma unroll
             for (int half_idx = 0; half_idx < HALVES; ++half_idx) {
                 factor[half_idx] = weigh_row(s[m_tile], m_tile, half_idx);
+            }
+            // Most steps raise no maximum, and then nothing falls behind.
+            bool behind = factor[0] != 1.0f;
+            behind = behind || factor[HALVES - 1] != 1.0f;
+            if (!__any_sync(0xffffffffu, behind)) {
+                continue;
             }
 #pragma unroll
             for (int i = 0; i < FEAT_TILES * 2 * HALVES; ++i) {
@@ -82,9 +110,7 @@ struct WarpStates {
         for (int i = 0; i < M_TILES * HALVES; ++i) {
             const int m_tile = i / HALVES, half_idx = i % HALVES;
             const int row = lane_row(m_tile, half_idx);
-            float sum = warp.d[m_tile][half_idx];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const float sum = warp.whole_d(m_tile, half_idx);
             if (threadIdx.x % 4 == 0) {
                 m[warp_idx][row] = warp.m[m_tile][half_idx];
                 d[warp_idx][row] = sum;

@@ -9,6 +9,7 @@
 // state in a slot, and whoever takes the last ticket merges the slots in the order of the keys.
 #pragma once
 #include "common/paged.cuh"
+#include "common/ptx.cuh"
 
 namespace cukv {
 
@@ -30,6 +31,19 @@ struct alignas(16) Item {
         return i == 0 ? first_slot : next_slot + i - 1;
     }
 };
+
+// Loads an item here and now, not where the compiler finds that it is needed first.
+__device__ __forceinline__ Item load_item(const Item* from) {
+    static_assert(sizeof(Item) == 48, "three loads");
+    struct Words {
+        uint4 x[3];
+    } words;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        words.x[i] = ld_global_16(reinterpret_cast<const char*>(from) + 16 * i);
+    }
+    return __builtin_bit_cast(Item, words);
+}
 
 struct WorkList {
     Item* items;          // [max_items]
