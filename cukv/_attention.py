@@ -165,7 +165,7 @@ def check_paged_call(
     ``qo_indptr`` counts the rows of each request; without it there is one.
     """
     pages.check_table(op, table)
-    k, v = pages
+    k, _ = pages
     _, page_size, num_kv_heads, head_dim = k.array.shape
     dims: dict[str, int | None] = {"batch_size": table.batch_size, "head_dim": head_dim}
     first = "batch_size" if qo_indptr is None else "nnz"
@@ -182,7 +182,7 @@ def check_paged_call(
         arrays["custom_mask"] = custom_mask.data
     key = plan_key(
         q,
-        cache=(page_size, num_kv_heads, v.array.shape[3], k.dtype.name),
+        cache=(page_size, num_kv_heads, pages.planned_head_dim_vo, k.dtype.name),
         batch_size=table.batch_size,
         indices=len(table.indices),
         causal=causal,

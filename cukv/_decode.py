@@ -383,6 +383,11 @@ class PagedDecode:
     def _tile_of_plan(self, op: str, work: WorkList, device: int) -> Tile:
         """Give the tile that a plan settled on, or raise if it cannot serve this cache."""
         tile: Tile = work.kind.tile
+        if tile.head_dim_vo < self._head_dim_vo:  # a plan of ragged keys was not told of v
+            raise NotImplementedError(
+                f"{op}: the plan is for values of at most {tile.head_dim_vo} elements, "
+                f"got {self._head_dim_vo}; leave out plan="
+            )
         if tile.aligned != self._aligned:
             raise ValueError(
                 f"{op}: the plan was made for a cache that is aligned to 16 bytes "

@@ -98,6 +98,11 @@ class PagePair:
     def __iter__(self) -> Iterator[Pages]:
         return iter((self.first, self.second))
 
+    @property
+    def planned_head_dim_vo(self) -> int:
+        """Elements of a value, as far as plans depend on them."""
+        return int(self.second.array.shape[3])
+
     def check_table(self, op: str, table: PageTable) -> None:
         """Raise unless ``table`` is a page table of this page size."""
         if not isinstance(table, PageTable):

@@ -28,6 +28,7 @@ from cukv._check import bits_hint, check_indptr, match, match_dtype, match_index
 from cukv._index import as_index
 from cukv._noun import ArrayNoun
 from cukv._plan import Plan
+from cukv._ragged_pages import ragged_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -226,9 +227,14 @@ class RaggedTensor(ArrayNoun):
         """
         op = "RaggedTensor.prefill"
         key, xp = self._check_call(op, k, None, causal, window_left, custom_mask)
-        if xp is cp:
-            raise no_kernel("RaggedTensor.plan")
-        return Plan(op, key)
+        if xp is np:
+            return Plan(op, key)
+        if custom_mask is not None:
+            raise no_kernel("RaggedTensor.plan", "custom masks")
+        pages = ragged_pages(op, k, k)
+        return pages.attention.plan(
+            op, self.rows, self.indptr, pages.table, bool(causal), window_left, batch_invariant
+        )
 
     def prefill(
         self,
@@ -289,13 +295,20 @@ class RaggedTensor(ArrayNoun):
         Raises
         ------
         NotImplementedError
-            On CuPy arrays, until the kernel exists.
+            On a GPU: a custom mask, float32 keys, a head_dim that is no multiple of 8 up to 256, a
+            plan whose tiles are too narrow for v (where ``head_dim_vo`` exceeds ``head_dim``).
         TypeError, ValueError
             Wrong home, dtype, shape, option or mask, or a plan made for another call.
+
+        Notes
+        -----
+        On a GPU: current stream, no synchronisation; without ``plan`` each call plans by one more
+        launch, and raises while the stream is captured. Unequal indptrs of k and v raise on NumPy
+        only; on a GPU k's counts. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
+        kernels/plan.cu.
         """
         op = "RaggedTensor.prefill"
         key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
-        require_plan(op, plan, key)
         options = check_options(
             op,
             self.head_dim,
@@ -307,7 +320,24 @@ class RaggedTensor(ArrayNoun):
             sinks=sinks,
         )
         if xp is cp:
-            raise no_kernel(op)
+            if custom_mask is not None:
+                raise no_kernel(op, "custom masks")
+            if plan is not None and not isinstance(plan, Plan):
+                require_plan(op, plan, key)
+            pages = ragged_pages(op, k, v)
+            return pages.attention.attend(
+                op,
+                self.rows,
+                self.indptr,
+                pages.table,
+                bool(causal),
+                window_left,
+                (sm_scale, logits_soft_cap, sinks),
+                (q_scale, k_scale, v_scale),
+                plan,
+                (out, lse, return_lse),
+            )
+        require_plan(op, plan, key)
         options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         for ragged in (self, k, v):
             ragged.validate()

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from cases import captured, fake_cupy, indptr_of, on, random_rows
 from tolerances import (
+    ATTENTION,
     ATTENTION_TANH,
+    LSE,
     LSE_TANH,
     assert_close,
     assert_same_bits,
     bits,
+    max_abs,
     to_numpy,
 )
 
@@ -404,9 +407,152 @@ def test_calls_mix_no_homes_and_say_what_exists():
     ):
         with pytest.raises(TypeError, match=r"^RaggedTensor.prefill: .*on the GPU"):
             call()
-    for call in (lambda: there[0].prefill(*there[1:]), lambda: there[0].plan(there[1])):
-        with pytest.raises(NotImplementedError, match=r"^RaggedTensor.*merge_states.*to_host"):
+    bits_of_masks = fake_cupy(100, "float8_e4m3fn").view(np.uint8)
+    mask = PackedMask(bits_of_masks, fake_cupy(3, "int32"), fake_cupy(3, "int32"),
+                      fake_cupy(3, "int64"))  # fmt: skip
+    for call in (
+        lambda: there[0].prefill(*there[1:], custom_mask=mask),
+        lambda: there[0].plan(there[1], custom_mask=mask),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^RaggedTensor.*custom masks.*to_host"):
             call()
+
+
+# Prefill on both homes: q, k and v with the offsets of QO_LENS and KV_LENS
+
+# Requests without rows, without keys, with more rows than keys, shorter and longer than any tile.
+QO_LENS = (0, 5, 1, 130, 40, 3, 33)
+KV_LENS = (7, 0, 70, 130, 16, 260, 1)
+
+
+def prefill_arrays(rng, dtype, heads, dims, qo_lens=QO_LENS, kv_lens=KV_LENS):
+    """Draw q, k and v, NHD, on the host."""
+    shapes = zip((qo_lens, kv_lens, kv_lens), heads, (dims[0], *dims), strict=True)
+    kinds = ("bfloat16" if dtype.startswith("float8") else dtype, dtype, dtype)
+    return [
+        random_rows(rng, (sum(lens), n, dim), kind)
+        for (lens, n, dim), kind in zip(shapes, kinds, strict=True)
+    ]
+
+
+def assert_is_prefill(got, arrays, dtype, qo_lens=QO_LENS, kv_lens=KV_LENS, **options):
+    """Compare o and lse with the definition."""
+    q, k, v = arrays
+    qo_indptr, kv_indptr = indptr_of(qo_lens), indptr_of(kv_lens)
+    want = reference.ragged_prefill(q, qo_indptr, k, v, kv_indptr, **options)
+    tanh = "logits_soft_cap" in options
+    kind = "bfloat16" if dtype.startswith("float8") else dtype
+    scale = max_abs(v) * options.get("v_scale", 1.0)
+    assert_close(got[0], want[0], (ATTENTION_TANH if tanh else ATTENTION)[kind], scale=scale)
+    assert_close(got[1], want[1], LSE_TANH if tanh else LSE)
+
+
+# Every dtype and kernel width; groups whose rows fill a tile of 128 and leave it open.
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dims"),
+    [
+        ("float16", (4, 2, 2), (64, 64)),
+        ("bfloat16", (8, 2, 2), (128, 128)),
+        ("float16", (3, 3, 3), (40, 40)),
+        ("bfloat16", (5, 1, 1), (192, 128)),
+        ("bfloat16", (4, 4, 4), (64, 128)),
+        ("float16", (2, 1, 1), (256, 256)),
+        ("float8_e4m3fn", (4, 1, 1), (128, 128)),
+        ("float8_e5m2", (4, 2, 2), (96, 80)),
+    ],
+)
+def test_prefill_is_the_definition_on_both_homes(xp, dtype, heads, dims, causal, rng):
+    arrays = prefill_arrays(rng, dtype, heads, dims)
+    q, k, v = (
+        RaggedTensor(on(xp, x), on(xp, indptr_of(lens)))
+        for x, lens in zip(arrays, (QO_LENS, KV_LENS, KV_LENS), strict=True)
+    )
+    got = q.prefill(k, v, causal=causal, return_lse=True)
+    assert_is_prefill(got, arrays, dtype, causal=causal)
+
+
+# Each option that shapes logits alone, and with the diagonal.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_left": 9},
+        {"window_left": 0, "causal": True},
+        {"logits_soft_cap": 2.0, "causal": True},
+        {"sm_scale": -0.2, "k_scale": 0.5, "v_scale": 3.0},
+    ],
+    ids=str,
+)
+def test_options_of_prefill_act_on_both_homes(xp, options, rng):
+    arrays = prefill_arrays(rng, "bfloat16", (8, 2, 2), (128, 128))
+    q, k, v = (
+        RaggedTensor(on(xp, x), on(xp, indptr_of(lens)))
+        for x, lens in zip(arrays, (QO_LENS, KV_LENS, KV_LENS), strict=True)
+    )
+    got = q.prefill(k, v, return_lse=True, **options)
+    assert_is_prefill(got, arrays, "bfloat16", **options)
+
+
+@pytest.mark.gpu
+def test_slices_of_one_projection_and_other_layouts_attend_on_a_gpu(rng):
+    lens = (5, 140)
+    qkv = random_rows(rng, (sum(lens), 4 + 1 + 1, 64), "bfloat16")
+    arrays = qkv[:, :4], qkv[:, 4:5], qkv[:, 5:]
+    data, indptr = cp.asarray(qkv), cp.asarray(indptr_of(lens, "int64"))
+    q, k, v = (RaggedTensor(x, indptr) for x in (data[:, :4], data[:, 4:5], data[:, 5:]))
+    want = q.prefill(k, v, causal=True, return_lse=True)
+    assert_is_prefill(want, arrays, "bfloat16", lens, lens, causal=True)
+    heads_first = [
+        RaggedTensor(cp.ascontiguousarray(x.rows.swapaxes(0, 1)), indptr, "HND") for x in (q, k, v)
+    ]
+    got = heads_first[0].prefill(*heads_first[1:], causal=True, return_lse=True)
+    for one, other in zip(got, want, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+def test_padding_of_ragged_operands_is_not_read_on_a_gpu(rng):
+    arrays = prefill_arrays(rng, "float16", (4, 2, 2), (64, 64))
+    plain, padded = ([
+        RaggedTensor(cp.asarray(np.concatenate([x, np.full((pad, *x.shape[1:]), np.nan, x.dtype)])),
+                     cp.asarray(indptr_of(lens)))
+        for x, lens in zip(arrays, (QO_LENS, KV_LENS, KV_LENS), strict=True)
+    ] for pad in (0, 9))  # fmt: skip
+    want = plain[0].prefill(*plain[1:], causal=True)
+    got = padded[0].prefill(*padded[1:], causal=True)
+    assert_same_bits(got[: len(want)], want)
+
+
+# Values as wide as keys, narrower, and so much wider that the plan's tiles do not hold them.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "fits"), [((64, 64), True), ((192, 128), True), ((64, 96), False)]
+)
+def test_a_ragged_plan_is_captured_and_follows_the_lengths(dims, fits, rng):
+    arrays = prefill_arrays(rng, "bfloat16", (4, 2, 2), dims)
+    q_lens, k_lens = cp.asarray(indptr_of(QO_LENS)), cp.asarray(indptr_of(KV_LENS))
+    q, k, v = (
+        RaggedTensor(cp.asarray(x), indptr)
+        for x, indptr in zip(arrays, (q_lens, k_lens, k_lens), strict=True)
+    )
+    plan = q.plan(k, causal=True)
+    if not fits:
+        with pytest.raises(NotImplementedError, match=r"^RaggedTensor.prefill: the plan is for"):
+            q.prefill(k, v, causal=True, plan=plan)
+        return
+    out = cp.empty((q.nnz, 4, dims[1]), q.dtype)
+
+    def step():
+        plan.update()
+        return q.prefill(k, v, causal=True, plan=plan, out=out)
+
+    with captured(step) as (stream, graph, _):
+        qo_lens, kv_lens = (50, 0, 100, 3, 9, 40, 10), (300, 2, 0, 3, 90, 40, 49)
+        q_lens[:], k_lens[:] = cp.asarray(indptr_of(qo_lens)), cp.asarray(indptr_of(kv_lens))
+        graph.launch(stream)
+        stream.synchronize()
+        _, lse = q.prefill(k, v, causal=True, return_lse=True)
+        assert_is_prefill((out, lse), arrays, "bfloat16", qo_lens, kv_lens, causal=True)
 
 
 @pytest.mark.gpu
