@@ -116,6 +116,11 @@ class PrefillTile(NamedTuple):
         return 64
 
     @property
+    def scores(self) -> int:
+        """Keys that a warp scores at a time: as many as there are registers for."""
+        return 16 if self.head_dim_vo > 128 else 32
+
+    @property
     def round_steps(self) -> int:
         """Steps at whose multiples a tile is cut."""
         return 2
@@ -135,7 +140,8 @@ class PrefillTile(NamedTuple):
         """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        return int(-(-(ring + queries + 2 * 8 + 8) // 1024) * 1024)
+        item = 48 + 20 * self.warps + 8
+        return int(-(-(ring + queries + 2 * 8 + item) // 1024) * 1024)
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -147,6 +153,7 @@ class PrefillTile(NamedTuple):
             "WARP_ROWS": self.warp_rows,
             "WARPS": self.warps,
             "TOKENS": self.tokens,
+            "SCORES": self.scores,
             "MIN_CTAS": self.ctas_per_sm,
             "ALIGNED": str(self.aligned).lower(),
         }

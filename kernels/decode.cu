@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
 
         // 3 this warp's steps
-        const Sight<DecodeParams> sight(p, item);
+        const Sight sight(p, item);
         float scales[Cta::M_TILES][Cta::HALVES];
         logits.row_scales(scales, smem.q[q_buffer], 0);
         typename Cta::Warp warp;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             const int32_t token = item.first_token + step * TOKENS;
             const typename Ring::KeyBits keys = smem.keys[warp_idx][stage];
             logits.apply(s, scales);
-            sight.mask(s, token, keys);
+            sight.mask(p, s, token, keys);
             warp.weigh(s);
             multiply_values<KV, Ring::V_ROW_BYTES>(warp.o, s, v_smem);
             __syncwarp();  // the buffer has been read

@@ -54,6 +54,7 @@ template <
     int WARP_ROWS,
     int WARPS,
     int TOKENS,
+    int SCORES,
     bool ALIGNED>
 struct PrefillCta {
     static constexpr int THREADS = WARPS * WARP_SIZE, ROWS = WARPS * WARP_ROWS, STAGES = 2;
@@ -63,7 +64,7 @@ struct PrefillCta {
     using Loader = KvLoader<Ring, ALIGNED, PrefillSm80Params>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS, false>;
-    static constexpr int SCORES = 32;
+    using ScoreBits = typename UintOf<SCORES / 8>::type;
     using Scores = float[M_TILES][SCORES / 8][2 * HALVES];
     using Warp = WarpState<M_TILES, HALVES, HEAD_DIM_VO / 8>;
 
@@ -71,8 +72,11 @@ struct PrefillCta {
         alignas(1024) typename Ring::Buffers ring;
         QueryTile<KV, HEAD_DIM_QK, ROWS> q;
         typename Ring::Keys keys;
-        int32_t item_idx;  // here, because steps need all registers
-        int32_t last;      // whether this CTA has the last ticket
+        // Here, because steps need all registers:
+        Item item;
+        Sight sights[WARPS];
+        int32_t item_idx;
+        int32_t last;  // whether this CTA has the last ticket
     };
 
     // The part of an item that is this warp's: some of its rows.
@@ -91,11 +95,12 @@ template <
     int WARP_ROWS,
     int WARPS,
     int TOKENS,
+    int SCORES,
     int MIN_CTAS,
     bool ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     prefill_sm80(const __grid_constant__ PrefillSm80Params p) {
-    using Cta = PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, ALIGNED>;
+    using Cta = PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, SCORES, ALIGNED>;
     using Ring = typename Cta::Ring;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
@@ -120,39 +125,42 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
 
     const Logits<PrefillSm80Params> logits(p);
     int stage = 0;
+    const Item& item = smem.item;
     if (threadIdx.x == 0) {
+        smem.item = first;
         smem.item_idx = first_item;
     }
     while (true) {
-        __syncthreads();  // item_idx is there, and the queries of the item before have been read
+        __syncthreads();  // the item is there
         if (smem.item_idx >= end_item) {
             return;
         }
         typename Cta::Warp warp;
         {
             // 2 queries
-            const Item item = load_item(p.work.items + smem.item_idx);
             typename Cta::Queries queries;
             queries.load(p, item, kv_head);
             queries.store(smem.q, p.q_rows.kind);
             __syncthreads();  // queries are there
             const typename Cta::Fragments fragments(smem.q, warp_first);
-            const Item own = Cta::own_rows(item);
-            const Sight<PrefillSm80Params> sight(p, own);
+            if (threadIdx.x % WARP_SIZE == 0) {
+                smem.sights[threadIdx.x / WARP_SIZE] = Sight(p, Cta::own_rows(item));
+            }
+            __syncwarp();  // the sight is there
+            const Sight& sight = smem.sights[threadIdx.x / WARP_SIZE];
             float scales[Cta::M_TILES][Cta::HALVES];
             logits.row_scales(scales, smem.q, warp_first);
 
             // 3 steps: the next one's keys come while this one is computed
-            int32_t step_token = item.first_token;
-            const int32_t end_token = item.end_token;
 #pragma unroll 1
-            for (; step_token < end_token; step_token += TOKENS) {
+            for (int32_t step_token = item.first_token; step_token < item.end_token;
+                 step_token += TOKENS) {
                 cp_async_wait_group<0>();
                 __syncthreads();  // all copies have landed, and the other buffer has been read
                 loader.issue(stage ^ 1);
                 // SCORES tokens at a time: there are no registers for the scores of more.
 #pragma unroll 1
-                for (int first = 0; first < TOKENS; first += Cta::SCORES) {
+                for (int first = 0; first < TOKENS; first += SCORES) {
                     const int32_t token = step_token + first;
                     if (token >= sight.end_token) {
                         break;
@@ -163,7 +171,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     multiply_keys<KV, Ring::K_ROW_BYTES>(
                         s, fragments, k_smem + first * Ring::K_ROW_BYTES);
                     logits.apply(s, scales);
-                    sight.mask(s, token, static_cast<uint32_t>(smem.keys[stage] >> first));
+                    sight.mask(
+                        p, s, token,
+                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first));
                     warp.weigh(s);
                     multiply_values<KV, Ring::V_ROW_BYTES>(
                         warp.o, s, v_smem + first * Ring::V_ROW_BYTES);
@@ -173,7 +183,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
 
         // 4 the result, or a slot's state if the tile has other items
-        const Item item = load_item(p.work.items + smem.item_idx);  // steps need all registers
         const Item own = Cta::own_rows(item);
         const bool whole = item.first_slot < 0;
         const Slots<Cta::ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
@@ -215,9 +224,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     }
                 });
         }
-        __syncthreads();  // item_idx has been read
-        if (threadIdx.x == 0) {
-            ++smem.item_idx;
+        __syncthreads();  // the item and its queries have been read
+        if (threadIdx.x == 0 && ++smem.item_idx < end_item) {
+            smem.item = load_item(p.work.items + smem.item_idx);
         }
     }
 }

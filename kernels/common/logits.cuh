@@ -63,16 +63,15 @@ struct Logits {
 };
 
 // Which tokens the rows of an item's tile see, beyond the limits of the item, which hold for all.
-// Params: group, causal, window_left.
-template <typename Params>
 struct Sight {
-    const Params& p;
     int32_t first_row, diagonal;
     int32_t all_from, all_to;  // every row sees the tokens [all_from, all_to): they need no mask
     int32_t end_token;         // no row sees a token from here on
 
+    // Params: group, causal, window_left.
+    template <typename Params>
     __device__ __forceinline__ Sight(const Params& p, const Item& item)
-        : p(p), first_row(item.first_row), diagonal(item.diagonal) {
+        : first_row(item.first_row), diagonal(item.diagonal) {
         const int32_t first_q = p.group.quotient(first_row);
         const int32_t last_q = p.group.quotient(first_row + item.num_rows - 1);
         all_from = p.window_left < 0 ? 0 : diagonal + last_q - p.window_left;
@@ -80,16 +79,17 @@ struct Sight {
         end_token = item.num_rows == 0 ? 0 : p.causal ? diagonal + last_q + 1 : item.end_token;
     }
 
-    __device__ __forceinline__ bool sees(int row, int32_t token) const {
+    template <typename Params>
+    __device__ __forceinline__ bool sees(const Params& p, int row, int32_t token) const {
         const int32_t position = diagonal + static_cast<int32_t>(p.group.quotient(first_row + row));
         return (!p.causal || token <= position) &&
                (p.window_left < 0 || token >= position - p.window_left);
     }
 
     // Masks the logits of the keys from `token` on; bit t of `keys`: whether token + t is a key.
-    template <int M_TILES, int TILES, int N, typename Bits>
+    template <typename Params, int M_TILES, int TILES, int N, typename Bits>
     __device__ __forceinline__ void mask(
-        float (&s)[M_TILES][TILES][N], int32_t token, Bits keys) const {
+        const Params& p, float (&s)[M_TILES][TILES][N], int32_t token, Bits keys) const {
         constexpr int TOKENS = TILES * 8;
         static_assert(TOKENS == 8 * sizeof(Bits), "a bit for each token");
         const bool rows_differ = token < all_from || token + TOKENS > all_to;
@@ -99,7 +99,7 @@ struct Sight {
         each_score(s, [&](float& x, int m_tile, int half_idx, int local) {
             bool seen = keys >> local & 1;
             if (rows_differ) {
-                seen = seen && sees(lane_row(m_tile, half_idx), token + local);
+                seen = seen && sees(p, lane_row(m_tile, half_idx), token + local);
             }
             x = seen ? x : NO_KEY;
         });
