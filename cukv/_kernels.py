@@ -116,6 +116,9 @@ class Layout(NamedTuple):
 def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
     """Read a parameter struct from the sources, with C's own alignment rules."""
     text = (source(kernel_name) if kernel_name else "") + _headers()
+    alias = re.search(rf"^using {struct_name} = (\w+);$", text, re.MULTILINE)
+    if alias is not None:
+        return struct_layout(alias[1], kernel_name)
     found = re.search(rf"struct {struct_name} \{{\n(.*?)\n\}};", text, re.DOTALL)
     if found is None:
         raise ValueError(f"no struct {struct_name} in kernels/{kernel_name}.cu or kernels/common")

@@ -12,6 +12,7 @@
 // so that the heads of an NHD page are read close in time.
 // Host: cukv/paged.py PagedKVCache.decode, PagedKVCache.prefill
 // Reference: cukv/reference.py decode
+#include "common/attention.cuh"
 #include "common/kv_ring.cuh"
 #include "common/logits.cuh"
 #include "common/slots.cuh"
@@ -19,32 +20,7 @@
 
 namespace cukv {
 
-struct DecodeParams {
-    PageTable table;    // of it the page ids: lengths are the work list's
-    const char* q;      // [rows, num_qo_heads, head_dim]
-    char* o;            // [rows, num_qo_heads, head_dim_vo]
-    char* lse;          // [rows, num_qo_heads] float32, base 2, or null
-    const char* sinks;  // [num_qo_heads], or null
-    WorkList work;
-    Scale q_scale;
-    Scale k_scale;
-    Scale v_scale;
-    Pages k_cache;
-    Pages v_cache;
-    QueryRows q_rows;
-    QueryRows o_rows;
-    QueryRows lse_rows;
-    int64_t sinks_stride;  // bytes
-    Divisor group;         // by group_size
-    int32_t sinks_kind;
-    int32_t head_dim;
-    int32_t head_dim_vo;
-    float sm_scale;
-    float logits_soft_cap;  // 0: off
-    int32_t causal;
-    int32_t window_left;  // -1: off
-    int32_t evict_first;  // 1: keys and values leave the L2 first
-};
+using DecodeParams = AttentionParams;
 
 static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 

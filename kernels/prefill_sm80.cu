@@ -9,6 +9,7 @@
 // Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
+#include "common/attention.cuh"
 #include "common/kv_ring.cuh"
 #include "common/logits.cuh"
 #include "common/slots.cuh"
@@ -16,32 +17,7 @@
 
 namespace cukv {
 
-struct PrefillSm80Params {
-    PageTable table;    // of it the page ids: lengths are the work list's
-    const char* q;      // [rows, num_qo_heads, head_dim]
-    char* o;            // [rows, num_qo_heads, head_dim_vo]
-    char* lse;          // [rows, num_qo_heads] float32, base 2, or null
-    const char* sinks;  // [num_qo_heads], or null
-    WorkList work;
-    Scale q_scale;
-    Scale k_scale;
-    Scale v_scale;
-    Pages k_cache;
-    Pages v_cache;
-    QueryRows q_rows;
-    QueryRows o_rows;
-    QueryRows lse_rows;
-    int64_t sinks_stride;  // bytes
-    Divisor group;         // by group_size
-    int32_t sinks_kind;
-    int32_t head_dim;
-    int32_t head_dim_vo;
-    float sm_scale;
-    float logits_soft_cap;  // 0: off
-    int32_t causal;
-    int32_t window_left;  // -1: off
-    int32_t evict_first;  // 1: keys and values leave the L2 first
-};
+using PrefillSm80Params = AttentionParams;
 
 static_assert(
     sizeof(PrefillSm80Params) == PARAMS_BYTES, "host and device disagree on the parameters");
