@@ -99,7 +99,7 @@ class PagedDecode:
         row_bytes = [pages.array.shape[3] * pages.dtype.itemsize for pages in (k, v)]
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
         shapes = k.array.shape[1:], v.array.shape[1:]
-        self._kinds = _kinds_of(shapes, k.dtype, k.device, self._aligned)
+        self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, self._aligned)
         self._calls: dict[tuple[Any, ...], _Call] = {}
         # Launches do not depend on the number of pages, which changes from step to step.
         self._launches: dict[tuple[Any, ...], _Launches] = {}
@@ -135,6 +135,8 @@ class PagedDecode:
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
+        if type(window_left) is not int:
+            window_left = check_window(op, window_left)
         signature = (
             q.shape,
             q.dtype,
@@ -250,6 +252,10 @@ class PagedDecode:
             home(op, q=q, sinks=sinks)
         if sm_scale is not None and type(sm_scale) is not float:
             sm_scale = host_scale(op, "sm_scale", sm_scale)
+        if logits_soft_cap is not None and type(logits_soft_cap) is not float:
+            logits_soft_cap = float(logits_soft_cap)
+        if type(window_left) is not int:
+            window_left = check_window(op, window_left)
         arrays = (
             _signature(q),
             causal,

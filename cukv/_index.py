@@ -31,6 +31,11 @@ def pack_index(array: Array | None) -> bytes:
     return _pack_index(array.data.ptr, array.strides[0], array.shape[0], array.dtype.itemsize)
 
 
+def pack_numbers(size: int) -> bytes:
+    """Pack the index array 0, 1, ..., size - 1, which is not in memory."""
+    return _pack_index(0, 0, size, 0)
+
+
 def pack_index_argument(op: str, name: str, x: Array, size: int, like: Array) -> bytes:
     """Check and pack an index argument of ``size`` entries for a launch beside ``like``."""
     if type(x) is not cp.ndarray:

@@ -25,6 +25,7 @@ _pack_work_list = packer("WorkList")
 
 _ITEM_BYTES = 48  # sizeof(Item) in kernels/common/work.cuh
 _PLAN_THREADS = 512  # MAX_THREADS in kernels/plan.cu
+_COST_BITS = 29  # of all tiles' cost; kernels/plan.cu takes one bit more
 _SECTION = 256  # bytes at which sections of the workspace begin
 
 # What an item costs beside its keys (its queries, the merge of its warps), in rounds of steps.
@@ -112,7 +113,7 @@ class WorkSizes:
         most = _MAX_FIXED_ITEMS[one_row]
         if batch_invariant:
             cuts = num_tokens // _FIXED_ITEM_TOKENS  # requests with a cut, or cuts, at most
-            self._max_slots = min(max_tiles, cuts) * most
+            self._max_slots = min(batch_size, cuts) * most
             if one_row:
                 self._max_slots = min(self._max_slots, 2 * cuts * tiles_of_row)
             self._max_items = max_tiles + self._max_slots
@@ -136,6 +137,11 @@ class WorkSizes:
             self._bytes += -(-size // _SECTION) * _SECTION
         # Where tiles are few, every part has about one item, and costs would only shift cuts.
         item_cost = _ITEM_ROUNDS * cut.round_steps if max_tiles > cut.num_parts else 0
+        # A unit of cost is a step, or more for calls whose steps int32 might not count.
+        max_steps = -(-num_tokens // cut.step_tokens)
+        most_steps = max_tiles * (max_steps + item_cost + cut.round_steps)
+        if one_row:  # each key is a step of one request's tiles only
+            most_steps = tiles_of_row * max_steps + max_tiles * (item_cost + cut.round_steps)
         one_tile = str(one_row and tiles_of_row == 1).lower()
         fixed = str(batch_invariant).lower()
         threads = min(-(-batch_size // WARP) * WARP, _PLAN_THREADS)
@@ -150,6 +156,8 @@ class WorkSizes:
             step_bits=cut.step_tokens.bit_length() - 1,
             round_bits=cut.round_steps.bit_length() - 1,
             item_cost=item_cost,
+            cost_bits=max(0, most_steps.bit_length() - _COST_BITS),
+            reserved=0,
             fixed_item_tokens=_FIXED_ITEM_TOKENS,
             max_fixed_items=most,
             causal=causal,

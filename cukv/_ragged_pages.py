@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cupy as cp
-import numpy as np
 
 from cukv._decode import PagedDecode
+from cukv._index import NO_INDEX, pack_divisor, pack_index, pack_numbers
+from cukv._kernels import packer
 from cukv._pages import PagePair
 from cukv._rows import Pages
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
-    from cukv._arrays import Array
     from cukv.ragged import RaggedTensor
+
+_pack_table = packer("PageTable")
 
 
 class _RaggedPair(PagePair):
@@ -36,37 +37,32 @@ class RaggedPages(NamedTuple):
     table: PageTable
 
 
-_found: weakref.WeakKeyDictionary[RaggedTensor, tuple[Any, RaggedPages]] = (
-    weakref.WeakKeyDictionary()
-)
+_Found = weakref.WeakKeyDictionary["RaggedTensor", RaggedPages]
+_found: weakref.WeakKeyDictionary[RaggedTensor, _Found] = weakref.WeakKeyDictionary()
 
 
 def ragged_pages(op: str, k: RaggedTensor, v: RaggedTensor) -> RaggedPages:
-    """Give k and v as pages; the layers of a step, which bring the same nouns, find them again."""
-    known_v, pages = _found.get(k, (None, None))
-    if pages is not None and known_v is not None and known_v() is v:
-        return pages
-    device = k.rows.data.device_id
-    as_pages = [Pages(op, name, x.rows[:, None], None) for name, x in (("k", k), ("v", v))]
-    numbers, ones = _numbers(device, _capacity(k.nnz)), _ones(device, _capacity(k.batch_size))
-    table = PageTable(k.indptr, numbers[: k.nnz], ones[: k.batch_size], 1)
-    pages = RaggedPages(PagedDecode(_RaggedPair(*as_pages)), table)
-    _found[k] = (weakref.ref(v), pages)
+    """Give k and v as pages; calls that bring the same nouns again find them."""
+    of_v = _found.get(k)
+    if of_v is None:
+        of_v = _found[k] = weakref.WeakKeyDictionary()
+    pages = of_v.get(v)
+    if pages is None:
+        pair = _RaggedPair(
+            *(Pages(op, name, x.rows[:, None], None) for name, x in (("k", k), ("v", v)))
+        )
+        pages = of_v[v] = RaggedPages(PagedDecode(pair), _table(k))
     return pages
 
 
-def _capacity(size: int) -> int:
-    """Round a size up, so that few arrays serve all: 1024 or more, and at most twice what fits."""
-    return max(1024, 1 << (size - 1).bit_length()) if size else 1024
+def _table(k: RaggedTensor) -> PageTable:
+    """Make the table in which request b owns pages indptr[b], ..., indptr[b + 1] - 1, all full.
 
-
-@functools.cache
-def _numbers(device: int, size: int) -> Array:
-    with cp.cuda.Device(device):
-        return cp.arange(size, dtype=np.int32)
-
-
-@functools.cache
-def _ones(device: int, size: int) -> Array:
-    with cp.cuda.Device(device):
-        return cp.ones(size, dtype=np.int32)
+    Its page ids and lengths are worked out, not read: the arrays that stand for them are views of
+    one entry, and kernels are told that there are none.
+    """
+    ids, lens = (cp.broadcast_to(k.indptr[:1], (n,)) for n in (k.nnz, k.batch_size))
+    table = PageTable(k.indptr, ids, lens, 1)
+    index = pack_index(k.indptr), pack_numbers(k.nnz), NO_INDEX
+    table._set(packed=_pack_table(*index, k.batch_size, 1, pack_divisor(1)))
+    return table

@@ -32,7 +32,7 @@ def choose_tile(
     """
     k, v, device = pages.first.array, pages.second.array, pages.first.device
     every: tuple[Tile, ...] = (*decode_tiles(), *prefill_tiles())
-    tiles = [
+    tiles: list[Tile] = [
         tile
         for tile in every
         if tile.dtype == k.dtype
@@ -41,6 +41,13 @@ def choose_tile(
         and tile.aligned == aligned
     ]
     tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
+    least = min(tile.smem_bytes for tile in tiles)
+    tiles = [tile for tile in tiles if ctas_per_sm(tile, device)]
+    if not tiles:
+        raise NotImplementedError(
+            f"{op}: head_dim={k.shape[3]} needs {least} bytes of shared memory per CTA, this GPU "
+            f"has {smem_limits(device)[0]}"
+        )
 
     # As many rows as the average request has, if a tile holds them.
     packed = group_size if one_row else -(-num_rows * group_size // batch_size)
@@ -56,13 +63,7 @@ def choose_tile(
     many = batch_size * k.shape[2] > 2 * num_sms(device)
     if batch_invariant or (many and num_tokens <= _SHORT_TOKENS * batch_size):
         tiles.reverse()
-    for tile in tiles:
-        if ctas_per_sm(tile, device):
-            return tile
-    raise NotImplementedError(
-        f"{op}: head_dim={k.shape[3]} needs {tiles[-1].smem_bytes} bytes of shared memory per "
-        f"CTA, this GPU has {smem_limits(device)[0]}"
-    )
+    return tiles[0]
 
 
 def ctas_per_sm(tile: Tile, device: int) -> int:

@@ -224,6 +224,17 @@ class RaggedTensor(ArrayNoun):
         -------
         Plan
             ``plan.update()`` makes it follow changed contents of the same arrays.
+
+        Raises
+        ------
+        NotImplementedError
+            On a GPU: a custom mask, or what ``prefill`` does not take.
+        TypeError, ValueError
+            As ``prefill``.
+
+        Notes
+        -----
+        On a GPU: one launch on the current stream, no synchronisation. Source: kernels/plan.cu.
         """
         op = "RaggedTensor.prefill"
         key, xp = self._check_call(op, k, None, causal, window_left, custom_mask)
@@ -233,7 +244,13 @@ class RaggedTensor(ArrayNoun):
             raise no_kernel("RaggedTensor.plan", "custom masks")
         pages = ragged_pages(op, k, k)
         return pages.attention.plan(
-            op, self.rows, self.indptr, pages.table, bool(causal), window_left, batch_invariant
+            op,
+            self.rows,
+            self.indptr,
+            pages.table,
+            bool(causal),
+            window_left,
+            bool(batch_invariant),
         )
 
     def prefill(

@@ -1,6 +1,7 @@
 // plan -- deal the tiles of an attention call to CTAs: the work list, from the present lengths.
 //
-//   cost of a tile = item_cost + steps of keys that its rows see     (tiles in order of requests)
+//   cost of a tile = item_cost + steps of keys that its rows see     (tiles in order of requests;
+//                                                 in units of 2^cost_bits steps, rounded up)
 //   part g begins where the sum of costs reaches g * share, moved to a whole round of steps
 //
 // So every part has an equal share, and a tile is cut only where a part begins inside it: item
@@ -23,9 +24,11 @@ struct PlanParams {
     Divisor group;          // by group_size
     Divisor rows_per_tile;  // packed rows
     int32_t num_q_rows;
-    int32_t step_bits;          // log2 of the tokens of a warp's step
-    int32_t round_bits;         // log2 of the steps that a CTA's warps take side by side
-    int32_t item_cost;          // steps that an item costs beside its keys
+    int32_t step_bits;   // log2 of the tokens of a warp's step
+    int32_t round_bits;  // log2 of the steps that a CTA's warps take side by side
+    int32_t item_cost;   // steps that an item costs beside its keys
+    int32_t cost_bits;   // log2 of the steps of a unit of cost
+    int32_t reserved;
     int32_t fixed_item_tokens;  // where items are fixed
     int32_t max_fixed_items;    // of a request, where items are fixed
     int32_t causal;
@@ -35,7 +38,7 @@ struct PlanParams {
 static_assert(sizeof(PlanParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 constexpr int64_t MAX_TOKENS = 1 << 30;  // of a request
-constexpr int64_t MAX_COST = 1 << 30;  // of all tiles; only tables that name pages twice have more
+constexpr int64_t MAX_COST = 1 << 30;    // of all tiles; the host makes units large enough
 
 __device__ __forceinline__ int32_t clamp(int64_t x, int32_t low, int32_t high) {
     return static_cast<int32_t>(min(max(x, int64_t{low}), int64_t{high}));
@@ -54,11 +57,12 @@ struct RequestRows {
 
     __device__ __forceinline__ RequestRows(const PlanParams& p, int32_t request_idx) {
         const int32_t num_indices = static_cast<int32_t>(p.table.indices.size);
-        const Request request = p.table.request(request_idx);
-        first_page = clamp(request.first_page, 0, num_indices);
+        first_page = clamp(p.table.indptr[request_idx], 0, num_indices);
         const int64_t full_pages =
-            clamp(request.end_page, first_page, num_indices) - first_page - 1;
-        const int32_t last = clamp(request.last_page_len, 0, p.table.page_divisor.divisor);
+            clamp(p.table.indptr[request_idx + 1], first_page, num_indices) - first_page - 1;
+        const int32_t page_size = p.table.page_divisor.divisor;
+        const Index& lens = p.table.last_page_len;  // not given: last pages are full
+        const int32_t last = lens.given() ? clamp(lens[request_idx], 0, page_size) : page_size;
         kv_len = full_pages < 0 ? 0 : min(full_pages * p.table.page_size + last, MAX_TOKENS);
         first_q_row = request_idx;
         qo_len = 1;
@@ -72,6 +76,16 @@ struct RequestRows {
                      : max(1, p.rows_per_tile.quotient(packed_rows + p.rows_per_tile.divisor - 1));
     }
 };
+
+// Units of cost of so many steps.
+__device__ __forceinline__ int32_t units(const PlanParams& p, int32_t steps) {
+    return (steps + (1 << p.cost_bits) - 1) >> p.cost_bits;
+}
+
+// So much before its end no part begins in a tile: half a round, and what rounding up may add.
+__device__ __forceinline__ int32_t half_cost(const PlanParams& p) {
+    return units(p, (1 << p.round_bits >> 1) + (1 << p.cost_bits) - 1);
+}
 
 // Rows of a tile, and the keys that some of them see.
 struct Tile {
@@ -98,7 +112,7 @@ struct Tile {
     // At least half a round, so that no part begins less than that before two tiles.
     __device__ __forceinline__ int32_t cost(const PlanParams& p) const {
         const int32_t steps = (num_tokens + (1 << p.step_bits) - 1) >> p.step_bits;
-        return p.item_cost + max(steps, 1 << p.round_bits >> 1);
+        return max(units(p, p.item_cost + steps), half_cost(p) + (p.item_cost >> p.cost_bits));
     }
 };
 
@@ -195,7 +209,7 @@ struct TileWriter {
 
     // Where in the tile part g begins, in steps, before it is moved to a whole round.
     __device__ __forceinline__ int32_t step(int32_t g) const {
-        return g * share - begin_cost - p.item_cost;
+        return ((g * share - begin_cost) << p.cost_bits) - p.item_cost;
     }
 
     __device__ __forceinline__ Item
@@ -218,10 +232,8 @@ struct TileWriter {
 
     // Part g begins with items[begin], and the one before ends before items[end].
     __device__ __forceinline__ void put_part(int32_t g, int64_t begin, int64_t end) const {
-        if (g < p.work.num_parts) {
+        if (g < p.work.num_parts) {  // behind the last tile there is none
             p.work.part_begin[g] = min(begin, int64_t{p.work.max_items});
-        }
-        if (g <= p.work.num_parts) {
             p.work.part_end[g - 1] = min(end, int64_t{p.work.max_items});
         }
     }
@@ -229,11 +241,14 @@ struct TileWriter {
     // Cuts the tile where parts begin. Such a beginning less than half a round before the tile's
     // end moves behind it, which the next tile knows by its cost alone; one no more than that
     // behind its start moves there; any other goes to the nearest round. No two meet, because a
-    // share is a round at least.
+    // share is two half_costs at least.
     __device__ __forceinline__ void cut_at_parts(int64_t tile_idx) const {
         const int32_t half = 1 << p.round_bits >> 1;
-        const int32_t last = boundary(end_cost - half);  // parts behind it begin with the next tile
-        const int32_t first = min(last, boundary(begin_cost + p.item_cost + half));
+        const int32_t end_half = half_cost(p);
+        // Parts behind the last begin with the next tile.
+        const int32_t last = boundary(end_cost - end_half);
+        const int32_t to_first = begin_cost + ((p.item_cost + half) >> p.cost_bits);
+        const int32_t first = min(last, boundary(to_first));
         const auto token = [&](int32_t g) {  // half a round goes down
             const int32_t rounds = (step(g) + half - 1) >> p.round_bits;
             return rounds << (p.round_bits + p.step_bits);
@@ -241,7 +256,7 @@ struct TileWriter {
         for (int32_t g = part + 1; g <= first; ++g) {
             put_part(g, tile_idx + g, tile_idx + g - 1);
         }
-        const bool begins_part = first > part || begin_cost - part * share < half;
+        const bool begins_part = first > part || begin_cost - part * share < end_half;
         for (int32_t g = first; g <= last; ++g) {
             const int32_t begin = g == first ? 0 : token(g);
             const int32_t end = g == last ? tile.num_tokens : token(g + 1);
@@ -321,7 +336,7 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
     }
     const uint32_t parts = p.work.num_parts;
     const uint32_t even = (static_cast<uint32_t>(min(all.cost, MAX_COST)) + parts - 1) / parts;
-    const int32_t share = max(even, 1u << p.round_bits);
+    const int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(p));
     const bool dealt = all.cost <= MAX_COST;
 
     // 2 its items, and the parts that begin with them
@@ -339,7 +354,8 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
 
     griddepcontrol_launch_dependents();
     // 3 the first part, the last, and those that are left without items; no ticket is taken
-    const int32_t last = dealt ? static_cast<uint32_t>(all.cost) / share : -1;
+    const int32_t all_cost = static_cast<int32_t>(min(all.cost, MAX_COST));
+    const int32_t last = dealt ? min(all_cost / share, p.work.num_parts - 1) : -1;
     const int64_t num_tiles = ONE_TILE ? batch_size : all.tiles;
     const int64_t end = FIXED ? all.fixed_items : num_tiles + last;
     const int32_t num_all = gridDim.x * num_threads;

@@ -461,6 +461,27 @@ def test_a_requests_bits_do_not_depend_on_its_batch_mates(xp, qo_len, window_lef
         assert_equal([x[first : first + qo_len] for x in together], alone)
 
 
+# Costs that divide evenly among the CTAs of an H200, or miss it by one, and parts without items.
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("batch_size", [1, 16, 32, 33, 65, 66, 132, 133, 264, 528])
+def test_equal_requests_are_all_served(xp, batch_size, entry, batch_invariant, rng):
+    for kv_len in (16, 64) if xp is cp else (16,):
+        case = PagedCase((kv_len,) * batch_size, PAGE_SIZE, 2, 64)
+        arrays = case.arrays(rng)
+        cache, table = case.nouns(arrays, xp)
+        q = case.queries(rng, batch_size, 8)
+        csr = arrays.indptr, arrays.indices, arrays.last_page_len
+        want = reference.decode(q, *case.stores(arrays.data), *csr)
+        call, rows = cache.decode, on(xp, q)
+        if entry == "prefill":
+            call, rows = cache.prefill, RaggedTensor(rows, np.arange(batch_size + 1).tolist())
+        plan = cache.plan(rows, table, batch_invariant=batch_invariant)
+        got = call(rows, table, plan=plan, return_lse=True)
+        assert_close(got[0], want[0], ATTENTION["float16"], scale=max_abs(arrays.v))
+        assert_close(got[1], want[1], LSE)
+
+
 # What a plan belongs to
 
 FP8 = "float8_e4m3fn"

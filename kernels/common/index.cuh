@@ -28,11 +28,11 @@ struct Index {
                           : *reinterpret_cast<const int64_t*>(entry);
     }
 
-    // Starts loading entry i.
+    // Starts loading entry i; where no array is given, entry i is i.
     __device__ __forceinline__ IndexEntry entry(int64_t i) const {
         const int32_t* words =
             reinterpret_cast<const int32_t*>(static_cast<const char*>(data) + i * stride);
-        return {words[0], width == 8 ? words[1] : 0};
+        return {given() ? words[0] : static_cast<int32_t>(i), width == 8 ? words[1] : 0};
     }
 
     __device__ __forceinline__ void store(int64_t i, int64_t value) const {

@@ -41,9 +41,9 @@ struct Request {
 };
 
 struct PageTable {
-    Index indptr;         // [batch_size + 1], counts pages
-    Index indices;        // [indptr[-1]] or longer, page ids
-    Index last_page_len;  // [batch_size], tokens
+    Index indptr;   // [batch_size + 1], counts pages
+    Index indices;  // [indptr[-1]] or longer, page ids; for attention also not given: 0, 1, ...
+    Index last_page_len;  // [batch_size], tokens; for attention also not given: full pages
     int64_t batch_size;
     int64_t page_size;
     Divisor page_divisor;  // by page_size
