@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cupy as cp
 
-from cukv._decode import PagedDecode
 from cukv._index import NO_INDEX, pack_divisor, pack_index, pack_numbers
 from cukv._kernels import packer
+from cukv._paged_attention import PagedAttention
 from cukv._pages import PagePair
 from cukv._rows import Pages
 from cukv.page_table import PageTable
@@ -33,7 +33,7 @@ class _RaggedPair(PagePair):
 class RaggedPages(NamedTuple):
     """Attention over the rows of k and v, and the table of their pages: token t is page t."""
 
-    attention: PagedDecode
+    attention: PagedAttention
     table: PageTable
 
 
@@ -51,7 +51,7 @@ def ragged_pages(op: str, k: RaggedTensor, v: RaggedTensor) -> RaggedPages:
         pair = _RaggedPair(
             *(Pages(op, name, x.rows[:, None], None) for name, x in (("k", k), ("v", v)))
         )
-        pages = of_v[v] = RaggedPages(PagedDecode(pair), _table(k))
+        pages = of_v[v] = RaggedPages(PagedAttention(pair), _table(k))
     return pages
 
 

@@ -21,8 +21,8 @@ from cukv._attention import (
     run_on_host,
 )
 from cukv._check import check_indptr, match, match_dtype
-from cukv._decode import PagedDecode
 from cukv._noun import ArrayNoun
+from cukv._paged_attention import PagedAttention
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
 from cukv.ragged import (
@@ -83,7 +83,7 @@ class PagedKVCache(ArrayNoun):
     layout: str = "NHD"
 
     _pages: ClassVar[PagePair]  # K and V seen as NHD
-    _decode: ClassVar[PagedDecode | None]  # on a GPU
+    _attention: ClassVar[PagedAttention | None]  # on a GPU
 
     def __post_init__(self) -> None:
         """Check the structure once, and keep what every launch needs of it."""
@@ -103,7 +103,9 @@ class PagedKVCache(ArrayNoun):
         nhd = swap_layout if self.layout == "HND" else lambda array: array
         stored = ("max_num_pages", *axes)
         pages = PagePair.of(op, ("k", "v"), stored, arrays, reasons, nhd)
-        self._set(_pages=pages, _decode=PagedDecode(pages) if pages.first.device >= 0 else None)
+        self._set(
+            _pages=pages, _attention=PagedAttention(pages) if pages.first.device >= 0 else None
+        )
 
     @classmethod
     def empty(
@@ -352,8 +354,8 @@ class PagedKVCache(ArrayNoun):
         ragged = isinstance(q, RaggedTensor)
         op = "PagedKVCache.prefill" if ragged else "PagedKVCache.decode"
         call = (as_rows(op, "q", q), q.indptr if ragged else None, table, bool(causal), window_left)
-        if self._decode is not None and custom_mask is None:
-            return self._decode.plan(op, *call, bool(batch_invariant))
+        if self._attention is not None and custom_mask is None:
+            return self._attention.plan(op, *call, bool(batch_invariant))
         key, xp = check_paged_call(op, self._pages, *call, custom_mask)
         if xp is cp:
             raise no_kernel("PagedKVCache.plan", "custom masks")
@@ -427,7 +429,7 @@ class PagedKVCache(ArrayNoun):
         op = "PagedKVCache.decode"
         if isinstance(q, RaggedTensor):
             raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
-        attend = self._attend_on_host if self._decode is None else self._decode.attend
+        attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(
             op,
             as_array(op, "q", q),
@@ -500,8 +502,8 @@ return_lse
         require_ragged(op, q=q)
         call = (op, q.rows, q.indptr, table, bool(causal), window_left)
         logits, scales = (sm_scale, logits_soft_cap, sinks), (q_scale, k_scale, v_scale)
-        if self._decode is not None and custom_mask is None:
-            return self._decode.attend(*call, logits, scales, plan, (out, lse, return_lse))
+        if self._attention is not None and custom_mask is None:
+            return self._attention.attend(*call, logits, scales, plan, (out, lse, return_lse))
         return self._attend_on_host(
             *call, logits, scales, plan, (out, lse, return_lse), custom_mask=custom_mask
         )
@@ -520,7 +522,7 @@ return_lse
         results: tuple[Any, Any, bool],
         custom_mask: Mask | None = None,
     ) -> Any:
-        """Attend by the definition: ``PagedDecode.attend`` on NumPy arrays, and with a mask."""
+        """Attend by the definition: ``PagedAttention.attend`` on NumPy arrays, and with a mask."""
         key, xp = check_paged_call(
             op, self._pages, q, qo_indptr, table, causal, window_left, custom_mask
         )

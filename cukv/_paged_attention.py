@@ -83,7 +83,7 @@ class _Call(NamedTuple):
     launch: BoundLaunch | None  # None: there is nothing to attend from
 
 
-class PagedDecode:
+class PagedAttention:
     """Attention over one paged cache, by the kernel whose tiles suit a call (``_tiles.py``).
 
     Queries are ``[nnz, num_qo_heads, head_dim]`` with the offsets ``qo_indptr`` of the requests'
