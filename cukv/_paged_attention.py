@@ -194,7 +194,7 @@ class PagedAttention:
             num_kv_heads,
             one_row=one_row,
             causal=causal and not one_row,  # one row sees all keys up to its own
-            window_left=check_window(op, window_left),
+            window_left=window_left,
             batch_invariant=batch_invariant,
         )
 

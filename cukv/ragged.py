@@ -326,21 +326,9 @@ class RaggedTensor(ArrayNoun):
         """
         op = "RaggedTensor.prefill"
         key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
-        options = check_options(
-            op,
-            self.head_dim,
-            self.num_heads,
-            like=self.rows,
-            sm_scale=sm_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-        )
         if xp is cp:
             if custom_mask is not None:
                 raise no_kernel(op, "custom masks")
-            if plan is not None and not isinstance(plan, Plan):
-                require_plan(op, plan, key)
             pages = ragged_pages(op, k, v)
             return pages.attention.attend(
                 op,
@@ -355,6 +343,16 @@ class RaggedTensor(ArrayNoun):
                 (out, lse, return_lse),
             )
         require_plan(op, plan, key)
+        options = check_options(
+            op,
+            self.head_dim,
+            self.num_heads,
+            like=self.rows,
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+        )
         options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         for ragged in (self, k, v):
             ragged.validate()
