@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -150,20 +150,22 @@ def require_plan(op: str, plan: Plan | None, key: tuple[tuple[str, Any], ...]) -
     plan._require(op, key)
 
 
-def check_paged_call(
-    op: str,
-    pages: PagePair,
-    q: Array,
-    qo_indptr: Array | None,
-    table: PageTable,
-    causal: bool,
-    window_left: int,
-    custom_mask: Mask | None = None,
-) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Check queries against a paged cache and a table: (what a plan depends on, home).
+class PagedCall(NamedTuple):
+    """Attention over pages, but for the cache: what a plan of it must know."""
 
-    ``qo_indptr`` counts the rows of each request; without it there is one.
-    """
+    op: str
+    q: Array  # [rows, num_qo_heads, head_dim]
+    qo_indptr: Array | None  # rows of each request; without it there is one
+    table: PageTable
+    causal: bool
+    window_left: int
+
+
+def check_paged_call(
+    call: PagedCall, pages: PagePair, custom_mask: Mask | None = None
+) -> tuple[tuple[tuple[str, Any], ...], Any]:
+    """Check a call against a paged cache: (what a plan depends on, home)."""
+    op, q, qo_indptr, table, causal, window_left = call
     pages.check_table(op, table)
     k, _ = pages
     _, page_size, num_kv_heads, head_dim = k.array.shape

@@ -24,6 +24,7 @@ from cukv._arrays import (
     home,
 )
 from cukv._attention import (
+    PagedCall,
     check_options,
     check_paged_call,
     check_results,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from cukv._pages import PagePair
     from cukv._plan import WorkList
     from cukv._specialisations import Tile
-    from cukv.page_table import PageTable
 
 _pack_query_rows = packer("QueryRows")
 
@@ -76,7 +76,7 @@ class _Launches(NamedTuple):
     of_tiles: dict[Tile, BoundLaunch]
 
 
-class _Call(NamedTuple):
+class _Prepared(NamedTuple):
     """What calls of one signature share: that of their arrays and options, and of their plans."""
 
     kind: _Kind  # of the plan that a call without one makes
@@ -90,7 +90,7 @@ class PagedAttention:
     rows, or None for one row per request.
     """
 
-    __slots__ = ("_aligned", "_calls", "_head_dim_vo", "_kinds", "_launches", "_pages")
+    __slots__ = ("_aligned", "_head_dim_vo", "_kinds", "_launches", "_pages", "_prepared")
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
@@ -100,38 +100,20 @@ class PagedAttention:
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
         shapes = k.array.shape[1:], v.array.shape[1:]
         self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, self._aligned)
-        self._calls: dict[tuple[Any, ...], _Call] = {}
+        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
         # Launches do not depend on the number of pages, which changes from step to step.
         self._launches: dict[tuple[Any, ...], _Launches] = {}
 
     # -------------------------------------------------------------------------------------- plans
 
-    def plan(
-        self,
-        op: str,
-        q: Array,
-        qo_indptr: Array | None,
-        table: PageTable,
-        causal: bool,
-        window_left: int,
-        batch_invariant: bool,
-    ) -> Plan:
-        """Make the work list of calls with these queries."""
-        kind = self._kind(op, q, qo_indptr, table, causal, window_left, batch_invariant)
-        work = None if kind.sizes is None else kind.sizes.make(table, qo_indptr, kind)
-        return Plan(op, kind.key, work)
+    def plan(self, call: PagedCall, batch_invariant: bool) -> Plan:
+        """Make the work list of calls like this one."""
+        kind = self._kind(call, batch_invariant)
+        return Plan(call.op, kind.key, _make_work(kind, call))
 
-    def _kind(
-        self,
-        op: str,
-        q: Array,
-        qo_indptr: Array | None,
-        table: PageTable,
-        causal: bool,
-        window_left: int,
-        batch_invariant: bool,
-    ) -> _Kind:
+    def _kind(self, call: PagedCall, batch_invariant: bool) -> _Kind:
         """Give what plans like this one share, checked and sized at the first of them."""
+        op, q, qo_indptr, table, causal, window_left = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -151,27 +133,19 @@ class PagedAttention:
         )
         kind = self._kinds.get(signature)
         if kind is None:
-            arguments = (q, qo_indptr, table, causal, window_left)
-            key, _ = check_paged_call(op, self._pages, *arguments)
+            call = call._replace(window_left=window_left)
+            key, _ = check_paged_call(call, self._pages)
             if table.batch_size == 0 or q.size == 0:
                 kind = _Kind(key, table.device)
             else:
-                tile, sizes = self._work(op, *arguments, batch_invariant)
+                tile, sizes = self._work(call, batch_invariant)
                 kind = _Kind(key, table.device, tile, sizes)
             _remember(self._kinds, signature, kind)
         return kind
 
-    def _work(
-        self,
-        op: str,
-        q: Array,
-        qo_indptr: Array | None,
-        table: PageTable,
-        causal: bool,
-        window_left: int,
-        batch_invariant: bool,
-    ) -> tuple[Tile, WorkSizes]:
+    def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[Tile, WorkSizes]:
         """Choose a tile, and find the sizes of its work lists."""
+        op, q, qo_indptr, table, causal, window_left = call
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
         num_kv_heads = self._pages.first.array.shape[2]
@@ -223,12 +197,7 @@ class PagedAttention:
 
     def attend(
         self,
-        op: str,
-        q: Array,
-        qo_indptr: Array | None,
-        table: PageTable,
-        causal: bool,
-        window_left: int,
+        call: PagedCall,
         logits: tuple[Any, float | None, Any],
         scales: tuple[Any, Any, Any],
         plan: Plan | None,
@@ -240,6 +209,7 @@ class PagedAttention:
         v; ``results`` are ``out``, ``lse`` and ``return_lse``. All of them are as the caller gave
         them.
         """
+        op, q, qo_indptr, table, causal, window_left = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -276,21 +246,21 @@ class PagedAttention:
             table.indices.size,
             None if work is None else work.kind,
         )
-        call = self._calls.get(signature)
-        if call is None:
+        prepared = self._prepared.get(signature)
+        if prepared is None:
+            call = call._replace(window_left=window_left)
             logits = (sm_scale, logits_soft_cap, sinks)
-            arguments = (q, qo_indptr, table, causal, window_left, logits)
-            call = self._prepare(op, *arguments, plan, (out, lse), arrays)
-            _remember(self._calls, signature, call)
+            prepared = self._prepare(call, logits, plan, (out, lse), arrays)
+            _remember(self._prepared, signature, prepared)
         factors = pack_scales(op, scales, table.device)
         if work is None:
-            work = _work_of_call(op, plan, call.kind, table, qo_indptr)
+            work = _work_of_call(call, plan, prepared.kind)
         if out is None:
             out = empty(op, (*q.shape[:2], self._head_dim_vo), output_dtype(q), cp, like=q)
         if lse is None and return_lse:
             lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
-        if work is not None and call.launch is not None:
-            call.launch(
+        if work is not None and prepared.launch is not None:
+            prepared.launch(
                 table.packed,
                 q.data.ptr,
                 out.data.ptr,
@@ -303,25 +273,20 @@ class PagedAttention:
 
     def _prepare(
         self,
-        op: str,
-        q: Array,
-        qo_indptr: Array | None,
-        table: PageTable,
-        causal: bool,
-        window_left: int,
+        call: PagedCall,
         logits: tuple[Any, float | None, Any],
         plan: Plan | None,
         results: tuple[Any, Any],
         arrays: tuple[Any, ...],
-    ) -> _Call:
+    ) -> _Prepared:
         """Check a call, and find the launch of all calls like it; ``arrays`` is their signature."""
-        arguments = (q, qo_indptr, table, causal, window_left)
+        op, q, qo_indptr, table, causal, window_left = call
         sm_scale, logits_soft_cap, sinks = logits
         out, lse = results
         signature = (qo_indptr is None, *arrays)
         launches = self._launches.get(signature)
         if launches is None:
-            key, _ = check_paged_call(op, self._pages, *arguments)
+            key, _ = check_paged_call(call, self._pages)
             options = check_options(
                 op,
                 q.shape[2],
@@ -340,16 +305,16 @@ class PagedAttention:
             options |= {"causal": causal and qo_indptr is not None, "sinks": None}  # keep no array
             launches = _Launches(options, {})
             _remember(self._launches, signature, launches)
-        kind = self._kind(op, *arguments, batch_invariant=False)
+        kind = self._kind(call, batch_invariant=False)
         require_plan(op, plan, kind.key)
         tile = kind.tile
         if tile is None:
-            return _Call(kind, None)
+            return _Prepared(kind, None)
         if plan is not None and plan.work is not None:
             tile = self._tile_of_plan(op, plan.work, table.device)
         if tile not in launches.of_tiles:
             launches.of_tiles[tile] = self._bind(tile, q, launches.options, sinks, out, lse)
-        return _Call(kind, launches.of_tiles[tile])
+        return _Prepared(kind, launches.of_tiles[tile])
 
     def _bind(
         self,
@@ -404,20 +369,23 @@ class PagedAttention:
         return tile
 
 
-def _work_of_call(
-    op: str, plan: Plan | None, kind: _Kind, table: PageTable, qo_indptr: Array | None
-) -> WorkList | None:
+def _make_work(kind: _Kind, call: PagedCall) -> WorkList | None:
+    """Make a work list; None: there is nothing to attend from."""
+    return None if kind.sizes is None else kind.sizes.make(call.table, call.qo_indptr, kind)
+
+
+def _work_of_call(call: PagedCall, plan: Plan | None, kind: _Kind) -> WorkList | None:
     """Make the work list of a call that brings none; None: there is nothing to attend from."""
     if plan is not None:
-        require_plan(op, plan, kind.key)
+        require_plan(call.op, plan, kind.key)
         if kind.sizes is not None:
-            raise ValueError(f"{op}: the plan was made for NumPy arrays")
+            raise ValueError(f"{call.op}: the plan was made for NumPy arrays")
     elif cp.cuda.get_current_stream().is_capturing():
         raise ValueError(
-            f"{op}: a call that is captured into a graph needs plan=: memory of one made "
+            f"{call.op}: a call that is captured into a graph needs plan=: memory of one made "
             "meanwhile would be given to others before the graph runs"
         )
-    return None if kind.sizes is None else kind.sizes.make(table, qo_indptr, kind)
+    return _make_work(kind, call)
 
 
 def _signature(array: Array) -> tuple[Any, ...]:

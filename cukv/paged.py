@@ -12,6 +12,7 @@ from cukv import reference
 from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import (
     Mask,
+    PagedCall,
     check_options,
     check_paged_call,
     flat_mask,
@@ -353,10 +354,11 @@ class PagedKVCache(ArrayNoun):
         """
         ragged = isinstance(q, RaggedTensor)
         op = "PagedKVCache.prefill" if ragged else "PagedKVCache.decode"
-        call = (as_rows(op, "q", q), q.indptr if ragged else None, table, bool(causal), window_left)
+        rows, qo_indptr = as_rows(op, "q", q), q.indptr if ragged else None
+        call = PagedCall(op, rows, qo_indptr, table, bool(causal), window_left)
         if self._attention is not None and custom_mask is None:
-            return self._attention.plan(op, *call, bool(batch_invariant))
-        key, xp = check_paged_call(op, self._pages, *call, custom_mask)
+            return self._attention.plan(call, bool(batch_invariant))
+        key, xp = check_paged_call(call, self._pages, custom_mask)
         if xp is cp:
             raise no_kernel("PagedKVCache.plan", "custom masks")
         return Plan(op, key)
@@ -431,12 +433,7 @@ class PagedKVCache(ArrayNoun):
             raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
         attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(
-            op,
-            as_array(op, "q", q),
-            None,
-            table,
-            False,
-            window_left,
+            PagedCall(op, as_array(op, "q", q), None, table, False, window_left),
             (sm_scale, logits_soft_cap, sinks),
             (q_scale, k_scale, v_scale),
             plan,
@@ -500,22 +497,17 @@ return_lse
         """
         op = "PagedKVCache.prefill"
         require_ragged(op, q=q)
-        call = (op, q.rows, q.indptr, table, bool(causal), window_left)
+        call = PagedCall(op, q.rows, q.indptr, table, bool(causal), window_left)
         logits, scales = (sm_scale, logits_soft_cap, sinks), (q_scale, k_scale, v_scale)
         if self._attention is not None and custom_mask is None:
-            return self._attention.attend(*call, logits, scales, plan, (out, lse, return_lse))
+            return self._attention.attend(call, logits, scales, plan, (out, lse, return_lse))
         return self._attend_on_host(
-            *call, logits, scales, plan, (out, lse, return_lse), custom_mask=custom_mask
+            call, logits, scales, plan, (out, lse, return_lse), custom_mask=custom_mask
         )
 
     def _attend_on_host(
         self,
-        op: str,
-        q: Array,
-        qo_indptr: Array | None,
-        table: PageTable,
-        causal: bool,
-        window_left: int,
+        call: PagedCall,
         logits: tuple[Any, float | None, Any],
         scales: tuple[Any, Any, Any],
         plan: Plan | None,
@@ -523,9 +515,8 @@ return_lse
         custom_mask: Mask | None = None,
     ) -> Any:
         """Attend by the definition: ``PagedAttention.attend`` on NumPy arrays, and with a mask."""
-        key, xp = check_paged_call(
-            op, self._pages, q, qo_indptr, table, causal, window_left, custom_mask
-        )
+        op, q, qo_indptr, table, causal, window_left = call
+        key, xp = check_paged_call(call, self._pages, custom_mask)
         require_plan(op, plan, key)
         options = check_options(
             op,

@@ -12,6 +12,7 @@ from cukv import reference
 from cukv._arrays import Array, as_array, concatenate, home
 from cukv._attention import (
     Mask,
+    PagedCall,
     check_heads,
     check_mask,
     check_options,
@@ -243,15 +244,8 @@ class RaggedTensor(ArrayNoun):
         if custom_mask is not None:
             raise no_kernel("RaggedTensor.plan", "custom masks")
         pages = ragged_pages(op, k, k)
-        return pages.attention.plan(
-            op,
-            self.rows,
-            self.indptr,
-            pages.table,
-            bool(causal),
-            window_left,
-            bool(batch_invariant),
-        )
+        call = PagedCall(op, self.rows, self.indptr, pages.table, bool(causal), window_left)
+        return pages.attention.plan(call, bool(batch_invariant))
 
     def prefill(
         self,
@@ -331,12 +325,7 @@ class RaggedTensor(ArrayNoun):
                 raise no_kernel(op, "custom masks")
             pages = ragged_pages(op, k, v)
             return pages.attention.attend(
-                op,
-                self.rows,
-                self.indptr,
-                pages.table,
-                bool(causal),
-                window_left,
+                PagedCall(op, self.rows, self.indptr, pages.table, bool(causal), window_left),
                 (sm_scale, logits_soft_cap, sinks),
                 (q_scale, k_scale, v_scale),
                 plan,
