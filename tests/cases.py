@@ -18,7 +18,9 @@ import numpy as np
 from brute import slot
 
 import cukv
-from cukv._arrays import as_dtype
+from cukv._arrays import DTYPES, as_dtype
+
+_FLOATS = {dtype.name: dtype for dtype in DTYPES}
 
 
 def random_rows(rng, shape, dtype):
@@ -37,10 +39,23 @@ def on(xp, array):
 
 def fake_cupy(shape, dtype="float16", device=0):
     """Make a CuPy array over memory that is not there: for checks, which read none."""
-    dtype = np.dtype(dtype) if dtype in ("int32", "int64") else as_dtype("cases", "dtype", dtype)
+    dtype = np.dtype(_FLOATS.get(dtype, dtype))
     size = max(int(np.prod(shape)) * dtype.itemsize, 1)
     memory = cp.cuda.UnownedMemory(1 << 20, size, None, device_id=device)
     return cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
+
+
+class DLPackOnly:
+    """A GPU array of another library: nothing but DLPack."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **kwargs):
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
 
 
 @contextlib.contextmanager

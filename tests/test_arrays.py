@@ -11,7 +11,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import PagedCase, random_rows
+from cases import PagedCase, fake_cupy, random_rows
 from tolerances import assert_same_bits, bits
 
 import cukv
@@ -20,14 +20,6 @@ from cukv._arrays import as_array, as_dtype, home, read_only_reason, to_dlpack
 
 FLOATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
 CODES = {"float16": 2, "bfloat16": 4, "float32": 2, "float8_e4m3fn": 10, "float8_e5m2": 12}
-
-
-def fake_cupy(shape, dtype="float16", device=0):
-    """Make a CuPy array over memory that is not there: for checks, which read none."""
-    dtype = as_dtype("test", "dtype", dtype) if dtype in FLOATS else np.dtype(dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = cp.cuda.UnownedMemory(1 << 20, max(size, 1), None, device_id=device)
-    return cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
 
 
 # Dtypes

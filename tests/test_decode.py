@@ -13,7 +13,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import PagedCase, indptr_of, on, poison, random_rows
+from cases import DLPackOnly, PagedCase, indptr_of, on, poison, random_rows
 from tolerances import (
     ATTENTION,
     ATTENTION_TANH,
@@ -852,19 +852,6 @@ def test_pages_listed_twice_are_read_twice(xp, rng):
     want = reference.attend(q[:1], keys, values, np.ones((1, 7), bool), sm_scale=0.125)
     got = [x[:1] for x in attend(cache, table, on(xp, q))]
     assert_attends(got, want, operands=q.dtype, scale=max_abs(v))
-
-
-class DLPackOnly:
-    """A GPU array of another library: nothing but DLPack."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **kwargs):
-        return self._array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 @pytest.mark.gpu

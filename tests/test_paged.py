@@ -9,7 +9,17 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import WAYS, PagedCase, captured, fake_cupy, indptr_of, on, poison, random_rows
+from cases import (
+    WAYS,
+    DLPackOnly,
+    PagedCase,
+    captured,
+    fake_cupy,
+    indptr_of,
+    on,
+    poison,
+    random_rows,
+)
 from tolerances import (
     ATTENTION_TANH,
     LSE,
@@ -505,19 +515,6 @@ def test_a_scale_on_the_device_is_read_by_the_kernel(shape, rng):
             if dtype is not None:
                 want = (want.astype(np.float32) * np.float32(0.25)).astype(np.float16)
             assert_same_bits(got.data, want)
-
-
-class DLPackOnly:
-    """A GPU array of another library: nothing but DLPack."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **kwargs):
-        return self._array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 @pytest.mark.gpu
