@@ -214,6 +214,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "decode": [tile.template_args for tile in decode_tiles()],
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
+        "mask_tiles": [{"BITS": is_bits} for is_bits in ("true", "false")],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],

@@ -11,7 +11,7 @@
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
 #include "common/kv_ring.cuh"
-#include "common/logits.cuh"
+#include "common/row_bits.cuh"
 #include "common/slots.cuh"
 #include "common/warp_state.cuh"
 
@@ -42,6 +42,7 @@ struct PrefillCta {
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS, false>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;
     using Scores = float[M_TILES][SCORES / 8][2 * HALVES];
+    using Bits = RowBits<M_TILES, HALVES, (SCORES + 31) / 32>;
     using Warp = WarpState<M_TILES, HALVES, HEAD_DIM_VO / 8>;
 
     struct Smem {
@@ -100,6 +101,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     loader.issue(0);
 
     const Logits<PrefillSm80Params> logits(p);
+    // Then a multiplication of each score is saved: the exponential's addition does it.
+    const bool scales_late = !is_fp8<KV> && logits.is_scale();
+    const float late_scale = scales_late ? logits.scale : 1.0f;
     int stage = 0;
     const Item& item = smem.item;
     if (threadIdx.x == 0) {
@@ -124,8 +128,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             }
             __syncwarp();  // the sight is there
             const Sight& sight = smem.sights[threadIdx.x / WARP_SIZE];
-            float scales[Cta::M_TILES][Cta::HALVES];
-            logits.row_scales(scales, smem.q, warp_first);
 
             // 3 steps: the next one's keys come while this one is computed
 #pragma unroll 1
@@ -141,16 +143,35 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     if (token >= sight.end_token) {
                         break;
                     }
+                    const int32_t mask_class = sight.mask_class(p, token);
+                    if (mask_class == EMPTY) {
+                        continue;
+                    }
+                    typename Cta::Bits bits;
+                    if (mask_class == MIXED) {  // they come while scores are computed
+                        bits.load_mask(p, sight, token);
+                    }
                     const uint32_t k_smem = smem_address(smem.ring[stage]);
                     const uint32_t v_smem = k_smem + Ring::V_OFFSET;
                     typename Cta::Scores s = {};
                     multiply_keys<KV, Ring::K_ROW_BYTES>(
                         s, fragments, k_smem + first * Ring::K_ROW_BYTES);
-                    logits.apply(s, scales);
-                    sight.mask(
-                        p, s, token,
-                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first));
-                    warp.weigh(s);
+                    if (!scales_late) {
+                        float scales[Cta::M_TILES][Cta::HALVES];
+                        logits.row_scales(scales, smem.q, warp_first);
+                        logits.apply(s, scales);
+                    }
+                    const auto keys =
+                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first);
+                    const bool all_keys = keys == static_cast<typename Cta::ScoreBits>(~0ull);
+                    const bool hides = sight.hides(token, token + SCORES);
+                    if (mask_class == MIXED || hides || !all_keys) {
+                        if (mask_class != MIXED) {
+                            bits.limit(p, sight, token);
+                        }
+                        bits.apply(s, keys);
+                    }
+                    warp.weigh(s, late_scale);
                     multiply_values<KV, Ring::V_ROW_BYTES>(
                         warp.o, s, v_smem + first * Ring::V_ROW_BYTES);
                 }
