@@ -91,6 +91,7 @@ __device__ __forceinline__ void multiply_keys(
     float (&s)[M_TILES][TILES][N], const Fragments& queries, uint32_t keys) {
     using Keys = KeyOperands<KV>;
     static_assert(TILES % Keys::TILES == 0, "keys are loaded whole ldmatrix at a time");
+    const uint32_t address = Keys::template address<ROW_BYTES>(keys);
 #pragma unroll(Fragments::STAY ? Fragments::K_STEPS : 4)
     for (int k_step = 0; k_step < Fragments::K_STEPS; ++k_step) {
         typename Fragments::Step a;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void multiply_keys(
 #pragma unroll
         for (int first = 0; first < TILES; first += Keys::TILES) {
             Keys b;
-            b.template load<ROW_BYTES>(keys, first, k_step);
+            b.template load<ROW_BYTES>(address, first, k_step);
 #pragma unroll
             for (int i = 0; i < Keys::TILES; ++i) {
                 const OperandPair pair = b[i];
@@ -129,6 +130,7 @@ __device__ __forceinline__ void multiply_values(
     float (&o)[M_TILES][FEAT_TILES][N], const float (&s)[M_TILES][TILES][N], uint32_t values) {
     using Values = ValueOperands<KV>;
     static_assert(TILES * 8 % Values::TOKENS == 0, "values are loaded whole ldmatrix at a time");
+    const uint32_t address = Values::template address<ROW_BYTES>(values);
     uint32_t a[TILES / 2][M_TILES][N];
 #pragma unroll
     for (int i = 0; i < TILES / 2 * M_TILES; ++i) {
@@ -143,7 +145,7 @@ __device__ __forceinline__ void multiply_values(
                 __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
             }
             Values b;
-            b.template load<ROW_BYTES>(values, token, tile);
+            b.template load<ROW_BYTES>(address, token, tile);
 #pragma unroll
             for (int j = 0; j < Values::TOKENS / 16; ++j) {
                 OperandPair even, odd;

@@ -18,6 +18,18 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
            (((chunk ^ row) & 7) << 4);
 }
 
+// From the address of a chunk of a row to that of `chunks` further along the row. Any bit of `chunks`
+// must be 0 in the chunk's own number: then the xor is with a constant, where the two are added up.
+__device__ __forceinline__ uint32_t chunks_on(uint32_t address, int chunks) {
+    return (address ^ (chunks & 7) << 4) + (chunks >> 3) * 1024;
+}
+
+// The same to `rows` further down, if their bits are 0 in the row's number.
+template <int ROW_BYTES>
+__device__ __forceinline__ uint32_t rows_on(uint32_t address, int rows) {
+    return (address ^ (rows & 7) << 4) + (rows >> 3) * (8 * ROW_BYTES) + (rows & 7) * 128;
+}
+
 // Zeros all of a warp's buffers, by the warp.
 template <int STAGES, int BYTES>
 __device__ __forceinline__ void zero_buffers(char (&buffers)[STAGES][BYTES]) {
