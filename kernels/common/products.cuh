@@ -92,20 +92,31 @@ __device__ __forceinline__ void multiply_keys(
     using Keys = KeyOperands<KV>;
     static_assert(TILES % Keys::TILES == 0, "keys are loaded whole ldmatrix at a time");
     const uint32_t address = Keys::template address<ROW_BYTES>(keys);
-#pragma unroll(Fragments::STAY ? Fragments::K_STEPS : 4)
+    // Operands come one step ahead.
+    typename Fragments::Step a[2];
+    Keys b[2][TILES / Keys::TILES];
+    const auto load = [&](int k_step) {
+        queries.get(a[k_step % 2], k_step);
+#pragma unroll
+        for (int i = 0; i < TILES / Keys::TILES; ++i) {
+            b[k_step % 2][i].template load<ROW_BYTES>(address, i * Keys::TILES, k_step);
+        }
+    };
+    load(0);
+#pragma unroll
     for (int k_step = 0; k_step < Fragments::K_STEPS; ++k_step) {
-        typename Fragments::Step a;
-        queries.get(a, k_step);
+        if (k_step + 1 < Fragments::K_STEPS) {
+            load(k_step + 1);
+        }
 #pragma unroll
         for (int first = 0; first < TILES; first += Keys::TILES) {
-            Keys b;
-            b.template load<ROW_BYTES>(address, first, k_step);
 #pragma unroll
             for (int i = 0; i < Keys::TILES; ++i) {
-                const OperandPair pair = b[i];
+                const OperandPair pair = b[k_step % 2][first / Keys::TILES][i];
 #pragma unroll
                 for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
-                    mma_m16n8k16<Operand<KV>>(s[m_tile][first + i], a[m_tile], pair.b0, pair.b1);
+                    mma_m16n8k16<Operand<KV>>(
+                        s[m_tile][first + i], a[k_step % 2][m_tile], pair.b0, pair.b1);
                 }
             }
         }
@@ -137,25 +148,29 @@ __device__ __forceinline__ void multiply_values(
         const int j = i / M_TILES, m_tile = i % M_TILES;
         pack_weights<KV>(a[j][m_tile], s[m_tile][2 * j], s[m_tile][2 * j + 1]);
     }
+    // Operands come one ahead.
+    constexpr int PAIRS = FEAT_TILES / 2, NUM = TILES * 8 / Values::TOKENS * PAIRS;
+    Values b[2];
+    b[0].template load<ROW_BYTES>(address, 0, 0);
 #pragma unroll
-    for (int token = 0; token < TILES * 8; token += Values::TOKENS) {
+    for (int i = 0; i < NUM; ++i) {
+        const int token = i / PAIRS * Values::TOKENS, tile = i % PAIRS * 2;
+        if (i + 1 < NUM) {
+            b[(i + 1) % 2].template load<ROW_BYTES>(
+                address, (i + 1) / PAIRS * Values::TOKENS, (i + 1) % PAIRS * 2);
+        }
+        if (is_fp8<KV> && tile % 8 == 0) {
+            __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
+        }
 #pragma unroll
-        for (int tile = 0; tile < FEAT_TILES; tile += 2) {
-            if (is_fp8<KV> && tile % 8 == 0) {
-                __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
-            }
-            Values b;
-            b.template load<ROW_BYTES>(address, token, tile);
+        for (int j = 0; j < Values::TOKENS / 16; ++j) {
+            OperandPair even, odd;
+            b[i % 2].get(j, even, odd);
 #pragma unroll
-            for (int j = 0; j < Values::TOKENS / 16; ++j) {
-                OperandPair even, odd;
-                b.get(j, even, odd);
-#pragma unroll
-                for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
-                    const auto& weights = a[token / 16 + j][m_tile];
-                    mma_m16n8k16<Operand<KV>>(o[m_tile][tile], weights, even.b0, even.b1);
-                    mma_m16n8k16<Operand<KV>>(o[m_tile][tile + 1], weights, odd.b0, odd.b1);
-                }
+            for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
+                const auto& weights = a[token / 16 + j][m_tile];
+                mma_m16n8k16<Operand<KV>>(o[m_tile][tile], weights, even.b0, even.b1);
+                mma_m16n8k16<Operand<KV>>(o[m_tile][tile + 1], weights, odd.b0, odd.b1);
             }
         }
     }
