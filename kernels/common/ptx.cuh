@@ -121,6 +121,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t sme
                  : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which lane l has elements 2 * (l % 4) and + 1 of row l / 4,
+// transposed: it gets them of column l / 4.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // c += a b with a [16, 16], b [16, 8], c [16, 8] float32. Lane l, g = l / 4, t = 2 * (l % 4):
 //   a[0], a[1] = rows g, g + 8 of columns t, t + 1;  a[2], a[3] = the same of columns t + 8, t + 9
 //   b[0], b[1] = rows t, t + 1 and t + 8, t + 9 of column g
