@@ -135,10 +135,15 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     const int warp_idx = threadIdx.x / WARP_SIZE;
     auto& ring = smem.ring[warp_idx];
 
-    // 1 the CTA's part, and its first keys and queries on their way
+    // 1 the CTA's part, and its first keys and queries on their way; keys into the L2 even before
+    //   earlier launches have ended
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
+    if constexpr (ALIGNED) {
+        prefetch_first_keys<Ring>(p, load_item(p.work.first_items + part), kv_head);
+    }
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     Item item = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
@@ -192,10 +197,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             warp.template add<Ring::V_ROW_BYTES>(s, v_smem);
             loader.issue(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-        }
-
-        if (!has_next) {
-            griddepcontrol_launch_dependents();
         }
 
         // 4 one state of all warps, and the result if no other CTA has more of the tile

@@ -131,6 +131,46 @@ struct KvRing {
     };
 };
 
+// Starts bringing rows of the first TOKENS tokens of an item into the L2, by THREADS threads. For a
+// launch that still waits for others: what the list and the table say may be out of date, or not be
+// written yet, so nothing is read that they alone vouch for, and only the L2 learns of it.
+template <int ROW_BYTES, int TOKENS, int THREADS>
+__device__ __forceinline__ void prefetch_rows(
+    const PageTable& table, const Item& item, const Pages& cache, int kv_head, int num_bytes) {
+    constexpr int LINE = 128, LINES = ROW_BYTES / LINE;  // bytes; of a row
+    for (int i = threadIdx.x; i < TOKENS * LINES; i += THREADS) {
+        const int64_t token = int64_t{item.first_token} + i / LINES;
+        if (token < 0 || token >= item.end_token) {
+            return;
+        }
+        const int64_t page_idx = table.page_divisor.quotient(static_cast<uint32_t>(token));
+        const int64_t idx = item.first_page + page_idx;
+        if (idx < 0 || idx >= table.indices.size) {
+            return;
+        }
+        const Slot slot = {
+            table.indices.entry(idx).value(table.indices), token - page_idx * table.page_size};
+        const int byte = i % LINES * LINE;
+        if (cache.has(slot.page) && byte < num_bytes) {
+            prefetch_l2(cache.row(slot, kv_head) + byte);
+        }
+    }
+}
+
+// The same of keys and values, as many as all rings hold: more hold up the launch before (16
+// requests of 1024 tokens on an H200: 17.6 us, with twice as many 18.2). Params: table, k_cache, v_cache, head_dim,
+// head_dim_vo.
+template <typename Ring, typename Params>
+__device__ __forceinline__ void prefetch_first_keys(
+    const Params& p, const Item& item, int kv_head) {
+    constexpr int TOKENS = Ring::WARPS / Ring::SHARERS * Ring::STAGES * Ring::TOKENS;
+    constexpr int THREADS = Ring::WARPS * WARP_SIZE, BYTES = sizeof(typename Ring::KV);
+    prefetch_rows<Ring::K_ROW_BYTES, TOKENS, THREADS>(
+        p.table, item, p.k_cache, kv_head, p.head_dim * BYTES);
+    prefetch_rows<Ring::V_ROW_BYTES, TOKENS, THREADS>(
+        p.table, item, p.v_cache, kv_head, p.head_dim_vo * BYTES);
+}
+
 // Fills a warp's ring. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo. EVICT_FIRST: keys
 // and values leave the L2 first, because nobody else reads them.
 template <typename Ring, bool ALIGNED, bool EVICT_FIRST, typename Params>

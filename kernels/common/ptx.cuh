@@ -73,6 +73,12 @@ __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     return x;
 }
 
+// Starts bringing the line of an address into the L2. It is a hint: what is read later is what is in
+// memory then, whoever writes it meanwhile.
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // How the L2 should treat lines: first to be evicted, or as any other.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
     uint64_t policy;

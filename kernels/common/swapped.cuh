@@ -144,8 +144,8 @@ struct SwappedValues {
     static __device__ __forceinline__ uint32_t address(uint32_t buffer) {
         const int lane_idx = threadIdx.x % WARP_SIZE;
         const int row = lane_idx % 8 + lane_idx / 16 * 8, chunk = lane_idx / 8 % 2;
-        return buffer + (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0)
-                                    : swizzled<ROW_BYTES>(row, chunk));
+        return buffer +
+               (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0) : swizzled<ROW_BYTES>(row, chunk));
     }
 
     template <int ROW_BYTES>
@@ -189,7 +189,7 @@ __device__ __forceinline__ void multiply_keys(
                 keys_16.get(a, j);
 #pragma unroll
                 for (int n_tile = 0; n_tile < ROWS / 8; ++n_tile) {
-                    float(&c)[4] = s.x[n_tile][key / 16 + j];
+                    float (&c)[4] = s.x[n_tile][key / 16 + j];
                     mma_m16n8k16<Operand<KV>>(c, a, b[n_tile].x, b[n_tile].y);
                 }
             }
@@ -285,7 +285,7 @@ struct SwappedState {
 #pragma unroll
         for (int i = 0; i < TOKENS / 16 * N_TILES; ++i) {
             const int tile = i / N_TILES, n_tile = i % N_TILES;
-            const float(&x)[4] = s.x[n_tile][tile];
+            const float (&x)[4] = s.x[n_tile][tile];
             b[tile][n_tile].x = movmatrix_trans(cvt_pair<Operand<KV>>(x[0], x[1]));
             b[tile][n_tile].y = movmatrix_trans(cvt_pair<Operand<KV>>(x[2], x[3]));
         }
@@ -338,7 +338,7 @@ struct WarpStates {
             }
 #pragma unroll
             for (int tile = 0; tile < HEAD_DIM / 16; ++tile) {
-                const float(&x)[4] = warp.o[n_tile][tile];
+                const float (&x)[4] = warp.o[n_tile][tile];
                 float* to = o[warp_idx][row] + tile * 16;
                 if constexpr (is_fp8<KV>) {
                     *reinterpret_cast<float2*>(to + 2 * g) = make_float2(x[e], x[2 + e]);
