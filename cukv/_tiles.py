@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cukv._specialisations import Tile
 
 _SHORT_TOKENS = 2048  # of a request
+_LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
@@ -67,17 +68,21 @@ def choose_tiles(
 
     # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
     # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
-    # us for 204; 128 of 2048: the same).
-    many = batch_size * k.shape[2] > 2 * num_sms(device)
-    if batch_invariant or (many and num_tokens <= _SHORT_TOKENS * batch_size):
+    # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
+    # 480 us for 490; 16 of 8192: the same; 16 of 1024: 21 for 18).
+    tiles_per_sm = batch_size * k.shape[2] / num_sms(device)
+    token_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    bytes_per_sm = num_tokens * token_bytes / num_sms(device)
+    many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
+    if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
         tiles.reverse()
 
     # As many rows as the average request has, if a tile holds them.
     packed = group_size if one_row else -(-num_rows * group_size // batch_size)
+    if batch_invariant and not one_row:
+        packed = 16
     if one_row or batch_invariant or batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
-        return (
-            Served(_of_rows(tiles, packed if one_row or not batch_invariant else 16), *_ALL_ROWS),
-        )
+        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
     # A long prompt may be among requests of a row or few, whatever the average.
     few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
     many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]

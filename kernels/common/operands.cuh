@@ -43,8 +43,8 @@ struct KeyOperands {
     static __device__ __forceinline__ uint32_t address(uint32_t keys) {
         const int lane_idx = threadIdx.x % WARP_SIZE;
         const int row = (lane_idx & 7) + (lane_idx >> 4) * 8, chunk = lane_idx >> 3 & 1;
-        return keys + (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0)
-                                  : swizzled<ROW_BYTES>(row, chunk));
+        return keys +
+               (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0) : swizzled<ROW_BYTES>(row, chunk));
     }
 
     // Of keys [8 * tile, 8 * (tile + TILES)) and columns [16 * k_step, 16 * (k_step + 1)).
