@@ -17,20 +17,24 @@ __device__ __forceinline__ int32_t num_steps(const Item& item) {
     return (item.end_token - item.first_token + TOKENS - 1) / TOKENS;
 }
 
-// A warp's way through its steps of a part.
-template <int TOKENS, int WARPS, int SHARERS>
-struct StepWalk {
-    static constexpr int OWN_TOKENS = TOKENS / SHARERS;  // of a step, copied by this warp
-    static_assert(WARP_SIZE % OWN_TOKENS == 0, "a lane looks up a token, or two the same");
-
-    const PageTable& table;
-    const WorkList& work;
+// Where a warp is among its steps of a part.
+struct StepPlace {
     int32_t item_idx, end_item;
     int32_t first_page;  // of the item's request
     int32_t mask_entry;  // of the item's tile
     int32_t end_token;   // of the item
     int32_t token;       // the step is [token, token + TOKENS) before end_token
-    IndexEntry page;     // of this lane's token
+};
+
+// A warp's way through its steps of a part.
+template <int TOKENS, int WARPS, int SHARERS>
+struct StepWalk : StepPlace {
+    static constexpr int OWN_TOKENS = TOKENS / SHARERS;  // of a step, copied by this warp
+    static_assert(WARP_SIZE % OWN_TOKENS == 0, "a lane looks up a token, or two the same");
+
+    const PageTable& table;
+    const WorkList& work;
+    IndexEntry page;  // of this lane's token
 
     // To the warp's first step; `first` is items[first_item].
     __device__ __forceinline__ StepWalk(
@@ -39,7 +43,7 @@ struct StepWalk {
         const Item& first,
         int32_t first_item,
         int32_t end_item)
-        : table(table), work(work), item_idx(first_item), end_item(end_item) {
+        : StepPlace{first_item, end_item}, table(table), work(work) {
         int32_t step = threadIdx.x / (WARP_SIZE * SHARERS);
         if (!enter(first, step)) {
             leave(step);
@@ -189,7 +193,7 @@ struct KvLoader {
     typename Ring::Buffers& buffers;
     typename Ring::Keys& keys;
     typename Ring::RowStarts& rows;
-    int kv_head;
+    const int32_t& kv_head;
     Walk walk;
 
     __device__ __forceinline__ KvLoader(
@@ -197,7 +201,7 @@ struct KvLoader {
         typename Ring::Buffers& buffers,
         typename Ring::Keys& keys,
         typename Ring::RowStarts& rows,
-        int kv_head,
+        const int32_t& kv_head,
         const Item& first,
         int32_t first_item,
         int32_t end_item)
@@ -224,6 +228,21 @@ struct KvLoader {
         if (!walk.done()) {
             walk.next();
         }
+    }
+
+    // The same by a warp whose place waits in shared memory meanwhile.
+    __device__ __forceinline__ void issue(int stage, StepPlace& place) {
+        static_cast<StepPlace&>(walk) = place;
+        issue(stage);
+        leave_at(place);
+    }
+
+    __device__ __forceinline__ void leave_at(StepPlace& place) const {
+        __syncwarp();  // every lane has read it
+        if (threadIdx.x % WARP_SIZE == 0) {
+            place = walk;
+        }
+        __syncwarp();  // it is there
     }
 
     // Says where the next step's rows are, and which of them are keys: bit r, whether row r is.

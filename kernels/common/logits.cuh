@@ -91,19 +91,20 @@ struct Sight {
         return p.work.mask.given() ? p.work.mask.class_of(mask_entry, token) : FULL;
     }
 
-    // 32 bits of a row's mask, from `token` / 32 * 32 on.
+    // Where the bit of a token is in the mask of a row.
     template <typename Params>
-    __device__ __forceinline__ uint32_t mask_word(const Params& p, int row, int32_t token) const {
+    __device__ __forceinline__ const uint32_t* mask_word(
+        const Params& p, int row, int32_t token) const {
         const MaskTiles& mask = p.work.mask;
         const int32_t tile_row = first_row & -(1 << mask.row_bits);
         const uint32_t query = p.group.quotient(first_row + row) - p.group.quotient(tile_row);
-        return mask.word(mask_entry, query, token);
+        return mask.word(mask_entry, token) + query * MASK_WORDS;
     }
 
     template <typename Params>
     __device__ __forceinline__ bool sees(const Params& p, int row, int32_t token) const {
         if (p.work.mask.given()) {
-            return mask_word(p, row, token) >> token % 32 & 1;
+            return *mask_word(p, row, token) >> token % 32 & 1;
         }
         const int32_t at = position(p, row);
         return (!p.causal || token <= at) && (p.window_left < 0 || token >= at - p.window_left);

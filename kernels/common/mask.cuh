@@ -59,12 +59,12 @@ struct MaskTiles {
         return entry >> listed / MASK_HALF % 2 * 2 & 3;
     }
 
-    // 32 bits of one query of the tile, from the listed key `listed / 32 * 32` on.
-    __device__ __forceinline__ uint32_t
-    word(int32_t first_entry, int32_t query, int32_t listed) const {
+    // The word of the tile's first query that has the bit of a listed key, bit `listed % 32`; those
+    // of the other queries are MASK_WORDS further on each.
+    __device__ __forceinline__ const uint32_t* word(int32_t first_entry, int32_t listed) const {
         const int32_t step = entries[first_entry + listed / MASK_STEP] >> 4;
-        const int64_t row = int64_t{first_entry + step} * tile_queries + query;
-        return words[row * MASK_WORDS + listed / 32 % MASK_WORDS];
+        const int64_t row = int64_t{first_entry + step} * tile_queries;
+        return words + row * MASK_WORDS + listed / 32 % MASK_WORDS;
     }
 };
 

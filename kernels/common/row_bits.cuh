@@ -14,51 +14,56 @@ __device__ __forceinline__ uint32_t low_bits(int num) {
 
 template <int M_TILES, int HALVES, int WORDS>
 struct RowBits {
-    uint32_t words[WORDS][M_TILES][HALVES];
+    static_assert(WORDS == 1 || WORDS == 2, "words of a mask are loaded together");
 
-    // Calls visit(word, row, first): row of the warp's, first key of the word among those scored.
-    template <typename Visit>
-    __device__ __forceinline__ void each_word(Visit visit) {
-#pragma unroll
-        for (int i = 0; i < WORDS * M_TILES * HALVES; ++i) {
-            const int word = i / (M_TILES * HALVES), m_tile = i / HALVES % M_TILES;
-            visit(words[word][m_tile][i % HALVES], lane_row(m_tile, i % HALVES), word * 32);
-        }
-    }
+    uint32_t words[M_TILES * HALVES][WORDS];
 
-    // Those of a mask, of the listed keys from `token` on, which is a multiple of TOKENS.
+    // Those of a mask, of the listed keys from `token` on, a multiple of as many as are scored.
     template <typename Params>
     __device__ __forceinline__ void load_mask(const Params& p, const Sight& sight, int32_t token) {
-        each_word([&](uint32_t& word, int row, int first) {
-            word = sight.mask_word(p, row, token + first) >> token % 32;
-        });
+#pragma unroll
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
+            const uint32_t* from = sight.mask_word(p, lane_row(i / HALVES, i % HALVES), token);
+            if constexpr (WORDS == 2) {
+                const uint2 pair = *reinterpret_cast<const uint2*>(from);
+                words[i][0] = pair.x;
+                words[i][1] = pair.y;
+            } else {
+                words[i][0] = *from >> token % 32;
+            }
+        }
     }
 
     // Those of causal and the window, of the keys from `token` on.
     template <typename Params>
     __device__ __forceinline__ void limit(const Params& p, const Sight& sight, int32_t token) {
-        each_word([&](uint32_t& word, int row, int first) {
-            const int32_t last = sight.position(p, row) - token - first;
-            word = p.causal ? low_bits(last + 1) : 0xffffffffu;
-            word &= p.window_left < 0 ? 0xffffffffu : ~low_bits(last - p.window_left);
-        });
+#pragma unroll
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
+            const int32_t at = sight.position(p, lane_row(i / HALVES, i % HALVES)) - token;
+#pragma unroll
+            for (int word = 0; word < WORDS; ++word) {
+                const int32_t last = at - word * 32;  // seen, of the word
+                const uint32_t seen = p.causal ? low_bits(last + 1) : 0xffffffffu;
+                words[i][word] = p.window_left < 0 ? seen : seen & ~low_bits(last - p.window_left);
+            }
+        }
     }
 
     // Masks logits; bit t of `keys`: whether the t-th is one of a key.
     template <int TILES, typename Bits>
     __device__ __forceinline__ void apply(float (&s)[M_TILES][TILES][2 * HALVES], Bits keys) const {
-        static_assert(8 * sizeof(Bits) == TILES * 8, "a bit for each key");
+        static_assert(sizeof(Bits) == TILES, "a bit for each key");
 #pragma unroll
-        for (int i = 0; i < WORDS * M_TILES * HALVES; ++i) {
-            const int word = i / (M_TILES * HALVES), m_tile = i / HALVES % M_TILES;
-            const int half_idx = i % HALVES;
-            const uint32_t bits =
-                (words[word][m_tile][half_idx] & static_cast<uint32_t>(keys >> word * 32 % 64)) >>
-                threadIdx.x % 4 * 2;
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
 #pragma unroll
-            for (int k = 0; k < min(TILES, 4) * 2; ++k) {
-                float& x = s[m_tile][word * 4 + k / 2][2 * half_idx + k % 2];
-                x = bits >> (k / 2 * 8 + k % 2) & 1 ? x : NO_KEY;
+            for (int word = 0; word < WORDS; ++word) {
+                const uint32_t own = static_cast<uint32_t>(uint64_t{keys} >> word * 32);
+                const uint32_t bits = (words[i][word] & own) >> threadIdx.x % 4 * 2;
+#pragma unroll
+                for (int k = 0; k < TILES / WORDS * 2; ++k) {
+                    float& x = s[i / HALVES][word * 4 + k / 2][i % HALVES * 2 + k % 2];
+                    x = bits >> (k / 2 * 8 + k % 2) & 1 ? x : NO_KEY;
+                }
             }
         }
     }
