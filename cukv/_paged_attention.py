@@ -75,7 +75,7 @@ class _Launches(NamedTuple):
     """The launches of calls whose arrays and options are of one signature, which are checked."""
 
     options: dict[str, Any]
-    of_tiles: dict[Tile, BoundLaunch]
+    of_tiles: dict[tuple[str, Tile], BoundLaunch]  # by kernel too: tiles of two may compare equal
 
 
 class _Prepared(NamedTuple):
@@ -329,10 +329,11 @@ class PagedAttention:
         tiles = kind.tiles
         if tiles and plan is not None and plan.work is not None:
             tiles = self._tiles_of_plan(op, plan.work, table.device)
-        for tile in tiles:
-            if tile not in launches.of_tiles:
-                launches.of_tiles[tile] = self._bind(tile, q, launches.options, sinks, out, lse)
-        return _Prepared(kind, tuple(launches.of_tiles[tile] for tile in tiles))
+        keys = [(tile.kernel, tile) for tile in tiles]
+        for key, tile in zip(keys, tiles, strict=True):
+            if key not in launches.of_tiles:
+                launches.of_tiles[key] = self._bind(tile, q, launches.options, sinks, out, lse)
+        return _Prepared(kind, tuple(launches.of_tiles[key] for key in keys))
 
     def _bind(
         self,
