@@ -329,11 +329,11 @@ class PagedAttention:
         tiles = kind.tiles
         if tiles and plan is not None and plan.work is not None:
             tiles = self._tiles_of_plan(op, plan.work, table.device)
-        keys = [(tile.kernel, tile) for tile in tiles]
-        for key, tile in zip(keys, tiles, strict=True):
-            if key not in launches.of_tiles:
-                launches.of_tiles[key] = self._bind(tile, q, launches.options, sinks, out, lse)
-        return _Prepared(kind, tuple(launches.of_tiles[key] for key in keys))
+        names = [(tile.kernel, tile) for tile in tiles]
+        for name, tile in zip(names, tiles, strict=True):
+            if name not in launches.of_tiles:
+                launches.of_tiles[name] = self._bind(tile, q, launches.options, sinks, out, lse)
+        return _Prepared(kind, tuple(launches.of_tiles[name] for name in names))
 
     def _bind(
         self,
