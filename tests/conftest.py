@@ -48,6 +48,8 @@ def pytest_collection_finish(session):
     gpu_tests = [item for item in session.items if item.get_closest_marker("gpu")]
     if len(gpu_tests) < MANY_GPU_TESTS or session.config.option.collectonly or not is_available():
         return
+    if hasattr(session.config, "workerinput"):  # pytest -n: workers share the cache on disk
+        return
     arch = _kernels.arch_of(cp.cuda.Device().id)
     chosen = [
         (name, arch, args) for name, table in _kernels.specialisations().items() for args in table
