@@ -47,11 +47,6 @@ __device__ __forceinline__ int32_t num_mask_steps(int32_t kv_len) {
     return (kv_len + MASK_STEP - 1) / MASK_STEP;
 }
 
-// The lowest `num` bits, for any num.
-__device__ __forceinline__ uint32_t low_bits(int64_t num) {
-    return num <= 0 ? 0 : num >= 32 ? 0xffffffffu : (1u << num) - 1;
-}
-
 // A request's mask. BITS: its data are bits, not bytes of truth.
 template <bool BITS>
 struct MaskRows {
@@ -90,7 +85,7 @@ struct MaskRows {
 
     // Bit b: row i has key j + b, for 32 keys.
     __device__ __forceinline__ uint32_t word(int64_t i, int64_t j) const {
-        const uint32_t inside = i < qo_len ? low_bits(kv_len - j) : 0;
+        const uint32_t inside = i < qo_len ? low_bits(clamp(kv_len - j, 0, 32)) : 0;
         if (inside == 0) {
             return 0;
         }
@@ -186,7 +181,7 @@ struct MaskedTile {
             uint32_t seen = 0;
             if (first_q + i <= last_q) {
                 seen = mask.word(first_q + i, key) & keys;
-                seen &= ~low_bits(int64_t{first_key} + i - key);
+                seen &= ~low_bits(first_key + i - key);
                 any = any || seen != 0;
                 all = all && seen == keys;
             }

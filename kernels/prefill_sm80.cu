@@ -34,16 +34,16 @@ template <
     bool ALIGNED>
 struct PrefillCta {
     static constexpr int THREADS = WARPS * WARP_SIZE, ROWS = WARPS * WARP_ROWS, STAGES = 2;
-    static constexpr int M_TILES = WARP_ROWS / 16, HALVES = 2;
+    static constexpr int M_TILES = WARP_ROWS / 16;
 
     using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, WARPS>;
     using Loader = KvLoader<Ring, ALIGNED, false, PrefillSm80Params>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
-    using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS, false>;
+    using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;
     using Scores = float[M_TILES][SCORES / 8][2 * HALVES];
-    using Bits = RowBits<M_TILES, HALVES, (SCORES + 31) / 32>;
-    using Warp = WarpState<M_TILES, HALVES, HEAD_DIM_VO / 8>;
+    using Bits = RowBits<M_TILES, (SCORES + 31) / 32>;
+    using Warp = WarpState<M_TILES, HEAD_DIM_VO / 8>;
 
     struct Smem {
         alignas(1024) typename Ring::Buffers ring;
@@ -51,7 +51,7 @@ struct PrefillCta {
         typename Ring::RowStarts rows[WARPS];
         typename Ring::Keys keys;
         // Here, because steps need all registers:
-        Item item;
+        Item item, next_item;
         Sight sights[WARPS];
         StepPlace places[WARPS];
         int32_t item_idx;
@@ -94,14 +94,23 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     if (first_item >= end_item) {
         return;
     }
-    smem.kv_head = blockIdx.x % p.work.num_kv_heads;
-    const int32_t& kv_head = smem.kv_head;
+    const Logits<PrefillSm80Params> logits(p);
+    // Then a multiplication of each score is saved: the exponential's addition does it.
+    const bool scales_late = !is_fp8<KV> && logits.is_scale();
+    if (threadIdx.x == 0) {
+        smem.item = first;
+        smem.item_idx = first_item;
+        smem.kv_head = blockIdx.x % p.work.num_kv_heads;
+        smem.late_scale = scales_late ? logits.scale : 1.0f;
+    }
     if (p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
         for (int i = threadIdx.x * 16; i < Cta::STAGES * Ring::BYTES; i += Cta::THREADS * 16) {
             *reinterpret_cast<uint4*>(smem.ring[0] + i) = uint4{};
         }
-        __syncthreads();
     }
+    __syncthreads();  // all that is there
+    const Item& item = smem.item;
+    const int& kv_head = smem.kv_head;
     typename Cta::Loader loader(
         p, smem.ring, smem.keys, smem.rows[threadIdx.x / WARP_SIZE], kv_head, first, first_item,
         end_item);
@@ -109,16 +118,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     StepPlace& place = smem.places[threadIdx.x / WARP_SIZE];
     loader.leave_at(place);
 
-    const Logits<PrefillSm80Params> logits(p);
-    // Then a multiplication of each score is saved: the exponential's addition does it.
-    const bool scales_late = !is_fp8<KV> && logits.is_scale();
     int stage = 0;
-    const Item& item = smem.item;
-    if (threadIdx.x == 0) {
-        smem.item = first;
-        smem.item_idx = first_item;
-        smem.late_scale = scales_late ? logits.scale : 1.0f;
-    }
     while (true) {
         __syncthreads();  // the item is there
         if (smem.item_idx >= place.end_item) {
@@ -130,8 +130,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             typename Cta::Queries queries;
             queries.load(p, item, kv_head);
             queries.store(smem.q, p.q_rows.kind);
+            if (threadIdx.x == 0 && smem.item_idx + 1 < place.end_item) {
+                smem.next_item = load_item(p.work.items + smem.item_idx + 1);
+            }
             __syncthreads();  // queries are there
-            const typename Cta::Fragments fragments(smem.q, warp_first);
+            const typename Cta::Fragments fragments{smem.q, warp_first};
             if (threadIdx.x % WARP_SIZE == 0) {
                 smem.sights[threadIdx.x / WARP_SIZE] = Sight(p, Cta::own_rows(item));
             }
@@ -162,7 +165,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     multiply_keys<KV, Ring::K_ROW_BYTES>(
                         s, fragments, k_smem + first * Ring::K_ROW_BYTES);
                     if (!scales_late) {
-                        float scales[Cta::M_TILES][Cta::HALVES];
+                        float scales[Cta::M_TILES][HALVES];
                         logits.row_scales(scales, smem.q, [&](int m_tile, int half_idx) {
                             return warp_first + lane_row(m_tile, half_idx);
                         });
@@ -194,8 +197,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         const bool whole = item.first_slot < 0;
         const Slots<Cta::ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
 #pragma unroll
-        for (int i = 0; i < Cta::M_TILES * Cta::HALVES; ++i) {
-            const int m_tile = i / Cta::HALVES, half_idx = i % Cta::HALVES;
+        for (int i = 0; i < Cta::M_TILES * HALVES; ++i) {
+            const int m_tile = i / HALVES, half_idx = i % HALVES;
             const int row = lane_row(m_tile, half_idx);
             const float m = warp.m[m_tile][half_idx], d = warp.whole_d(m_tile, half_idx);
             const PackedRow at(p.group, own, kv_head, row);
@@ -232,8 +235,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 });
         }
         __syncthreads();  // the item and its queries have been read
-        if (threadIdx.x == 0 && ++smem.item_idx < place.end_item) {
-            smem.item = load_item(p.work.items + smem.item_idx);
+        if (threadIdx.x == 0) {
+            smem.item = smem.next_item;
+            ++smem.item_idx;
         }
     }
 }

@@ -193,7 +193,7 @@ struct KvLoader {
     typename Ring::Buffers& buffers;
     typename Ring::Keys& keys;
     typename Ring::RowStarts& rows;
-    const int32_t& kv_head;
+    const int& kv_head;
     Walk walk;
 
     __device__ __forceinline__ KvLoader(
@@ -201,7 +201,7 @@ struct KvLoader {
         typename Ring::Buffers& buffers,
         typename Ring::Keys& keys,
         typename Ring::RowStarts& rows,
-        const int32_t& kv_head,
+        const int& kv_head,
         const Item& first,
         int32_t first_item,
         int32_t end_item)

@@ -21,6 +21,11 @@ constexpr int MASK_STEP = 128;            // keys
 constexpr int MASK_HALF = MASK_STEP / 2;  // keys that share a class
 constexpr int MASK_WORDS = MASK_STEP / 32;
 
+// The lowest `num` bits, for any num.
+__device__ __forceinline__ uint32_t low_bits(int32_t num) {
+    return __funnelshift_lc(0xffffffffu, 0, max(num, 0));
+}
+
 enum MaskClass : int32_t { EMPTY = 0, MIXED = 1, FULL = 2 };
 
 struct MaskTile {

@@ -158,25 +158,4 @@ __device__ __forceinline__ void mma_m16n8k16(
     }
 }
 
-// The same for 8 rows: rows 8 to 15 of a are zero, and of c not kept.
-template <typename DType>
-__device__ __forceinline__ void mma_m16n8k16(
-    float (&c)[2], const uint32_t (&a)[2], uint32_t b0, uint32_t b1) {
-    float unused0, unused1;
-    if constexpr (is_same<DType, half>) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
-            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
-            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
-    } else {
-        static_assert(is_same<DType, bfloat16>, "tensor cores take half or bfloat16 here");
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
-            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
-            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
-    }
-}
-
 }  // namespace cukv

@@ -7,12 +7,7 @@
 
 namespace cukv {
 
-// The lowest `num` bits, for any num.
-__device__ __forceinline__ uint32_t low_bits(int num) {
-    return num <= 0 ? 0 : num >= 32 ? 0xffffffffu : (1u << num) - 1;
-}
-
-template <int M_TILES, int HALVES, int WORDS>
+template <int M_TILES, int WORDS>
 struct RowBits {
     static_assert(WORDS == 1 || WORDS == 2, "words of a mask are loaded together");
 
@@ -43,8 +38,10 @@ struct RowBits {
 #pragma unroll
             for (int word = 0; word < WORDS; ++word) {
                 const int32_t last = at - word * 32;  // seen, of the word
-                const uint32_t seen = p.causal ? low_bits(last + 1) : 0xffffffffu;
-                words[i][word] = p.window_left < 0 ? seen : seen & ~low_bits(last - p.window_left);
+                words[i][word] = p.causal ? low_bits(last + 1) : 0xffffffffu;
+                if (p.window_left >= 0) {
+                    words[i][word] &= ~low_bits(last - p.window_left);
+                }
             }
         }
     }

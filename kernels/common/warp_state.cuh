@@ -8,7 +8,7 @@
 
 namespace cukv {
 
-template <int M_TILES, int HALVES, int FEAT_TILES>
+template <int M_TILES, int FEAT_TILES>
 struct WarpState {
     float m[M_TILES][HALVES];
     float d[M_TILES][HALVES];
@@ -46,8 +46,7 @@ struct WarpState {
     // Turns logits, which are the scores times a positive scale, into weights relative to the row's
     // maximum, which they may raise.
     template <int TILES>
-    __device__ __forceinline__ void weigh(
-        float (&s)[M_TILES][TILES][2 * HALVES], float scale = 1.0f) {
+    __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][2 * HALVES], float scale) {
 #pragma unroll
         for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
             float factor[HALVES];
