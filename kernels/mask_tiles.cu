@@ -80,7 +80,7 @@ struct MaskRows {
     // Whether the aligned words that hold bytes [first, first + num) lie inside the data.
     __device__ __forceinline__ bool has_words(int64_t first, int num) const {
         const int64_t before = reinterpret_cast<uint64_t>(source.data + first) % 4;
-        return source.stride == 1 && first >= before && first + num + 3 < source.size;
+        return source.stride == 1 && first >= before && first <= source.size - num - 4;
     }
 
     // Bit b: row i has key j + b, for 32 keys.
