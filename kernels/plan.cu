@@ -206,10 +206,11 @@ struct TileWriter {
     __device__ __forceinline__ Item
     item(int32_t begin, int32_t end, int32_t item_idx, int32_t num, int32_t slot, int32_t next_slot)
         const {
-        return {rows.first_page,        rows.first_q_row, rows.kv_len - rows.qo_len,
-                tile.first_row,         tile.num_rows,    tile.first_token + begin,
-                tile.first_token + end, item_idx,         num,
-                num > 1 ? slot : -1,    next_slot,        tile.mask_entry};
+        const auto short_of = [](int32_t x) { return static_cast<uint16_t>(x); };
+        return {rows.first_page,        rows.first_q_row,   rows.kv_len - rows.qo_len,
+                tile.first_row,         tile.num_rows,      tile.first_token + begin,
+                tile.first_token + end, short_of(item_idx), short_of(num),
+                num > 1 ? slot : -1,    next_slot,          tile.mask_entry};
     }
 
     __device__ __forceinline__ void put(int64_t idx, const Item& item, int32_t first_of) const {
