@@ -12,15 +12,13 @@ from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home,
 from cukv._check import match, match_dtype, match_rows, match_writable
 from cukv._index import host_scale
 from cukv._plan import Plan
-from cukv.masks import PackedMask, RaggedMask
+from cukv.masks import Mask, PackedMask, RaggedMask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cukv._pages import PagePair
     from cukv.page_table import PageTable
-
-Mask = RaggedMask | PackedMask
 
 _FLOAT64 = np.dtype(np.float64)
 _HALVES = (FLOAT16, BFLOAT16)

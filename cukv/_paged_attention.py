@@ -42,8 +42,9 @@ from cukv.masks import PackedMask
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._plan import Mask, WorkLists
+    from cukv._plan import WorkLists
     from cukv._specialisations import Tile
+    from cukv.masks import Mask
 
 _pack_query_rows = packer("QueryRows")
 

@@ -17,18 +17,17 @@ from cupy_backends.cuda.api.runtime import getDevice
 
 from cukv._index import pack_divisor, pack_index
 from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer, struct_layout
-from cukv.masks import PackedMask, RaggedMask, given_indptr
+from cukv.masks import PackedMask, given_indptr
 
 if TYPE_CHECKING:
     from cukv._arrays import Array
+    from cukv.masks import Mask
     from cukv.page_table import PageTable
 
 _pack_work_list = packer("WorkList")
 _pack_tile_list = packer("TileList")
 _pack_mask_tiles = packer("MaskTiles")
 _pack_mask_source = packer("MaskSource", "mask_tiles")
-
-Mask = RaggedMask | PackedMask
 
 _NO_LIST = bytes(struct_layout("TileList").size)
 _NO_MASK = bytes(struct_layout("MaskTiles").size)

@@ -274,6 +274,9 @@ def given_indptr(mask: PackedMask) -> Array | None:
     return mask._indptr  # type: ignore[attr-defined]
 
 
+Mask = RaggedMask | PackedMask
+
+
 # -------------------------------------------------------------------------------------- operations
 
 

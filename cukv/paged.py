@@ -11,7 +11,6 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import (
-    Mask,
     PagedCall,
     check_options,
     check_paged_call,
@@ -34,6 +33,7 @@ from cukv.ragged import (
 )
 
 if TYPE_CHECKING:
+    from cukv.masks import Mask
     from cukv.page_table import PageTable
 
 

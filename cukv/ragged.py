@@ -11,7 +11,6 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, concatenate, home
 from cukv._attention import (
-    Mask,
     PagedCall,
     check_heads,
     check_mask,
@@ -32,6 +31,8 @@ from cukv._ragged_pages import checked_pages, ragged_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from cukv.masks import Mask
 
 LAYOUTS = ("NHD", "HND")
 

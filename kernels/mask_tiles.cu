@@ -40,7 +40,8 @@ struct MaskTilesParams {
 static_assert(
     sizeof(MaskTilesParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP_SIZE;
+constexpr int MASK_THREADS = 256;
+constexpr int WARPS = MASK_THREADS / WARP_SIZE;
 constexpr int MAX_STEPS = 1024;  // classified before they are listed
 
 __device__ __forceinline__ int32_t num_mask_steps(int32_t kv_len) {
@@ -204,14 +205,14 @@ struct MaskedTile {
 // Requests of which a CTA looks up the tiles together.
 struct Smem {
     ScanSmem scan;
-    int32_t first_tile[THREADS];   // of each request, among all requests' tiles
-    int64_t first_entry[THREADS];  // likewise
-    int64_t first_byte[THREADS];   // of its mask
+    int32_t first_tile[MASK_THREADS];   // of each request, among all requests' tiles
+    int64_t first_entry[MASK_THREADS];  // likewise
+    int64_t first_byte[MASK_THREADS];   // of its mask
     uint8_t classes[MAX_STEPS];
 
     // The last request whose tiles begin at `tile` or before it.
     __device__ __forceinline__ int request_of(int32_t tile) const {
-        int low = 0, high = THREADS - 1;
+        int low = 0, high = MASK_THREADS - 1;
         while (low < high) {
             const int middle = (low + high + 1) / 2;
             const bool before = first_tile[middle] <= tile;
@@ -264,7 +265,7 @@ list_tile(Smem& smem, const MaskedTile& tile, const MaskRows<BITS>& mask) {
 }
 
 template <bool BITS>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(MASK_THREADS, 2)
     mask_tiles(const __grid_constant__ MaskTilesParams p) {
     __shared__ Smem smem;
     griddepcontrol_wait();
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     int64_t num_tiles = 0, num_entries = 0, num_bytes = 0;  // of all requests before
     int32_t tile_of_all = blockIdx.x - (is_second ? p.num_ctas : 0);
-    for (int32_t base = 0; base < batch_size; base += THREADS) {
+    for (int32_t base = 0; base < batch_size; base += MASK_THREADS) {
         // 1 where the tiles, entries and masks of the next requests are
         const int32_t request_idx = base + threadIdx.x;
         int64_t tiles = 0, entries = 0, bytes = 0;

@@ -315,6 +315,9 @@ def test_a_field_that_the_host_cannot_pack_raises(field, kernel_sources):
         ("common/scan.cuh", "SCAN_THREADS", "_kernels", "SCAN_THREADS"),
         ("common/rows.cuh", "MAX_ROWS_PER_CTA", "_rows", "_MAX_ROWS_PER_CTA"),
         ("merge_states.cu", "VECS_PER_LANE", "merge", "_VECS_PER_LANE"),
+        ("common/mask.cuh", "MASK_STEP", "_plan", "_MASK_STEP"),
+        ("mask_tiles.cu", "MASK_THREADS", "_plan", "_MASK_THREADS"),
+        ("plan.cu", "MAX_THREADS", "_plan", "_PLAN_THREADS"),
     ],
 )
 def test_a_constant_of_both_sides_is_one_number(file, constant, module, name):
