@@ -42,7 +42,6 @@ struct PrefillCta {
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;
     using Scores = float[M_TILES][SCORES / 8][2 * HALVES];
-    using Bits = RowBits<M_TILES, (SCORES + 31) / 32>;
     using Warp = WarpState<M_TILES, HEAD_DIM_VO / 8>;
 
     struct Smem {
@@ -66,6 +65,80 @@ struct PrefillCta {
         item.first_row += first;
         item.num_rows = min(max(item.num_rows - first, 0), WARP_ROWS);
         return item;
+    }
+
+    // Finishes this warp's rows of an item if it is all of its tile, or else leaves their state in the
+    // item's slot.
+    static __device__ __forceinline__ void finish_rows(
+        const PrefillSm80Params& p, const Item& item, int kv_head, const Warp& warp) {
+        const Item own = own_rows(item);
+        const bool whole = item.first_slot < 0;
+        const int warp_first = threadIdx.x / WARP_SIZE * WARP_ROWS;
+        const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
+#pragma unroll
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
+            const int m_tile = i / HALVES, half_idx = i % HALVES;
+            const int row = lane_row(m_tile, half_idx);
+            const float m = warp.m[m_tile][half_idx], d = warp.whole_d(m_tile, half_idx);
+            const PackedRow at(p.group, own, kv_head, row);
+            const RowResult<PrefillSm80Params> result(p, at, m, d);
+            const bool owned = row < own.num_rows;
+            if (owned && threadIdx.x % 4 == 0) {
+                if (whole) {
+                    result.store_lse();
+                } else {
+                    slots.store_state(m, d, warp_first + row);
+                }
+            }
+            warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
+                if (owned && feat < p.head_dim_vo) {
+                    if (whole) {
+                        result.store(sums, feat);
+                    } else {
+                        slots.store_sums(sums, warp_first + row, feat);
+                    }
+                }
+            });
+        }
+    }
+
+    // Merges the slots of an item's tile, if it has any and this CTA has left the last of them.
+    static __device__ __forceinline__ void finish_tile(
+        const PrefillSm80Params& p, Smem& smem, const Item& item, int kv_head) {
+        const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
+        if (item.first_slot < 0 || item.num_rows == 0 || !slots.takes_last_ticket(smem.last)) {
+            return;
+        }
+        slots.template each_vector<THREADS>(
+            p.head_dim_vo, [&](const State<1, 4>& state, int row, int feat) {
+                const PackedRow at(p.group, item, kv_head, row);
+                const RowResult<PrefillSm80Params> result(p, at, state.m, state.d);
+                result.store(state.o[0], feat);
+                if (feat == 0) {
+                    result.store_lse();
+                }
+            });
+    }
+
+    // Hides the scores of the keys from `token` on that rows do not see, under a mask of a class.
+    static __device__ __forceinline__ void hide(
+        const PrefillSm80Params& p,
+        const Sight& sight,
+        Scores& s,
+        int32_t token,
+        int32_t mask_class,
+        ScoreBits keys) {
+        const bool all_keys = keys == static_cast<ScoreBits>(~ScoreBits{0});
+        if (mask_class != MIXED && all_keys && !sight.hides(token, token + SCORES)) {
+            return;
+        }
+        RowBits<M_TILES, (SCORES + 31) / 32> bits;
+        if (mask_class == MIXED) {
+            bits.load_mask(p, sight, token);
+        } else {
+            bits.limit(p, sight, token);
+        }
+        bits.apply(s, keys);
     }
 };
 
@@ -171,19 +244,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                         });
                         logits.apply(s, scales);
                     }
-                    const auto keys =
-                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first);
-                    const bool all_keys = keys == static_cast<typename Cta::ScoreBits>(~0ull);
-                    const bool hides = sight.hides(token, token + SCORES);
-                    if (mask_class == MIXED || hides || !all_keys) {
-                        typename Cta::Bits bits;
-                        if (mask_class == MIXED) {
-                            bits.load_mask(p, sight, token);
-                        } else {
-                            bits.limit(p, sight, token);
-                        }
-                        bits.apply(s, keys);
-                    }
+                    Cta::hide(
+                        p, sight, s, token, mask_class,
+                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first));
                     warp.weigh(s, smem.late_scale);
                     multiply_values<KV, Ring::V_ROW_BYTES>(
                         warp.o, s, v_smem + first * Ring::V_ROW_BYTES);
@@ -193,47 +256,10 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
 
         // 4 the result, or a slot's state if the tile has other items
-        const Item own = Cta::own_rows(item);
-        const bool whole = item.first_slot < 0;
-        const Slots<Cta::ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
-#pragma unroll
-        for (int i = 0; i < Cta::M_TILES * HALVES; ++i) {
-            const int m_tile = i / HALVES, half_idx = i % HALVES;
-            const int row = lane_row(m_tile, half_idx);
-            const float m = warp.m[m_tile][half_idx], d = warp.whole_d(m_tile, half_idx);
-            const PackedRow at(p.group, own, kv_head, row);
-            const RowResult<PrefillSm80Params> result(p, at, m, d);
-            const bool owned = row < own.num_rows;
-            if (owned && threadIdx.x % 4 == 0) {
-                if (whole) {
-                    result.store_lse();
-                } else {
-                    slots.store_state(m, d, warp_first + row);
-                }
-            }
-            warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
-                if (owned && feat < p.head_dim_vo) {
-                    if (whole) {
-                        result.store(sums, feat);
-                    } else {
-                        slots.store_sums(sums, warp_first + row, feat);
-                    }
-                }
-            });
-        }
+        Cta::finish_rows(p, item, kv_head, warp);
 
         // 5 the result of all items of the tile, if this is the last
-        if (!whole && item.num_rows > 0 && slots.takes_last_ticket(smem.last)) {
-            slots.template each_vector<Cta::THREADS>(
-                p.head_dim_vo, [&](const State<1, 4>& state, int row, int feat) {
-                    const PackedRow at(p.group, item, kv_head, row);
-                    const RowResult<PrefillSm80Params> result(p, at, state.m, state.d);
-                    result.store(state.o[0], feat);
-                    if (feat == 0) {
-                        result.store_lse();
-                    }
-                });
-        }
+        Cta::finish_tile(p, smem, item, kv_head);
         __syncthreads();  // the item and its queries have been read
         if (threadIdx.x == 0) {
             smem.item = smem.next_item;
