@@ -31,9 +31,9 @@ def no_kernel(op: str, what: str = "it") -> NotImplementedError:
     """Make the error of attention that no kernel does yet."""
     return NotImplementedError(
         f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
-        "gather, merge_states, and, without custom masks, PagedKVCache.decode, "
-        "PagedKVCache.prefill and RaggedTensor.prefill; custom masks, MLAPagedCache.decode and "
-        "CascadeLevels.attend work on NumPy arrays (.to_host())"
+        "gather, merge_states, PagedKVCache.decode, PagedKVCache.prefill and "
+        "RaggedTensor.prefill; MLAPagedCache.decode and CascadeLevels.attend work on NumPy arrays "
+        "(.to_host())"
     )
 
 
@@ -159,13 +159,12 @@ class PagedCall(NamedTuple):
     table: PageTable
     causal: bool
     window_left: int
+    custom_mask: Mask | None = None
 
 
-def check_paged_call(
-    call: PagedCall, pages: PagePair, custom_mask: Mask | None = None
-) -> tuple[tuple[tuple[str, Any], ...], Any]:
+def check_paged_call(call: PagedCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Check a call against a paged cache: (what a plan depends on, home)."""
-    op, q, qo_indptr, table, causal, window_left = call
+    op, q, qo_indptr, table, causal, window_left, custom_mask = call
     pages.check_table(op, table)
     k, _ = pages
     _, page_size, num_kv_heads, head_dim = k.array.shape

@@ -25,6 +25,7 @@ from cukv._arrays import (
 )
 from cukv._attention import (
     PagedCall,
+    check_mask,
     check_options,
     check_paged_call,
     check_results,
@@ -35,12 +36,13 @@ from cukv._attention import (
 from cukv._check import match_aligned, match_rows
 from cukv._index import host_scale, pack_divisor, pack_scales
 from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer
-from cukv._plan import Cut, Plan, WorkSizes
-from cukv._tiles import choose_tile, ctas_per_sm
+from cukv._plan import Batch, Cut, Plan, WorkSizes
+from cukv._tiles import choose_tiles, ctas_per_sm
+from cukv.masks import PackedMask
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._plan import WorkList
+    from cukv._plan import Mask, WorkLists
     from cukv._specialisations import Tile
 
 _pack_query_rows = packer("QueryRows")
@@ -59,7 +61,7 @@ class _Kind:
 
     key: tuple[tuple[str, Any], ...]
     device: int
-    tile: Tile | None = None  # None: there is nothing to attend from
+    tiles: tuple[Tile, ...] = ()  # of each work list; none: there is nothing to attend from
     sizes: WorkSizes | None = None
 
 
@@ -73,14 +75,14 @@ class _Launches(NamedTuple):
     """The launches of calls whose arrays and options are of one signature, which are checked."""
 
     options: dict[str, Any]
-    of_tiles: dict[Tile, BoundLaunch]
+    of_tiles: dict[tuple[str, Tile], BoundLaunch]  # by kernel too: tiles of two may compare equal
 
 
 class _Prepared(NamedTuple):
     """What calls of one signature share: that of their arrays and options, and of their plans."""
 
     kind: _Kind  # of the plan that a call without one makes
-    launch: BoundLaunch | None  # None: there is nothing to attend from
+    launches: tuple[BoundLaunch, ...]  # of each work list
 
 
 class PagedAttention:
@@ -107,13 +109,13 @@ class PagedAttention:
     # -------------------------------------------------------------------------------------- plans
 
     def plan(self, call: PagedCall, batch_invariant: bool) -> Plan:
-        """Make the work list of calls like this one."""
+        """Make the work lists of calls like this one."""
         kind = self._kind(call, batch_invariant)
         return Plan(call.op, kind.key, _make_work(kind, call))
 
     def _kind(self, call: PagedCall, batch_invariant: bool) -> _Kind:
         """Give what plans like this one share, checked and sized at the first of them."""
-        op, q, qo_indptr, table, causal, window_left = call
+        op, q, qo_indptr, table, causal, window_left, _ = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -129,6 +131,7 @@ class PagedAttention:
             table.indices.size,
             causal,
             window_left,
+            _mask_signature(call),
             batch_invariant,
         )
         kind = self._kinds.get(signature)
@@ -138,38 +141,47 @@ class PagedAttention:
             if table.batch_size == 0 or q.size == 0:
                 kind = _Kind(key, table.device)
             else:
-                tile, sizes = self._work(call, batch_invariant)
-                kind = _Kind(key, table.device, tile, sizes)
+                kind = _Kind(key, table.device, *self._work(call, batch_invariant))
             _remember(self._kinds, signature, kind)
         return kind
 
-    def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[Tile, WorkSizes]:
-        """Choose a tile, and find the sizes of its work lists."""
-        op, q, qo_indptr, table, causal, window_left = call
+    def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[tuple[Tile, ...], WorkSizes]:
+        """Choose tiles, and find the sizes of their work lists."""
+        op, q, qo_indptr, table, causal, window_left, custom_mask = call
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
         num_kv_heads = self._pages.first.array.shape[2]
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
-        tile = choose_tile(op, self._pages, self._aligned, *sizes, batch_invariant)
-        cut = Cut(
-            rows=tile.rows,
-            head_dim_vo=tile.head_dim_vo,
-            step_tokens=tile.tokens,
-            round_steps=tile.round_steps,
-            num_parts=self._num_parts(tile),
+        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant)
+        cuts = [
+            Cut(
+                rows=tile.rows,
+                head_dim_vo=tile.head_dim_vo,
+                step_tokens=tile.tokens,
+                round_steps=tile.round_steps,
+                num_parts=self._num_parts(tile),
+                min_rows=min_rows,
+                max_rows=max_rows,
+            )
+            for tile, min_rows, max_rows in served
+        ]
+        elements = None
+        if custom_mask is not None:
+            bits = 8 if isinstance(custom_mask, PackedMask) else 1  # of a byte of data
+            elements = custom_mask.data.size * bits
+        batch = Batch(
+            table.batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements
         )
-        return tile, WorkSizes(
-            cut,
-            table,
-            num_rows,
-            group_size,
-            num_kv_heads,
-            one_row=one_row,
+        return tuple(tile for tile, _, _ in served), WorkSizes(
+            tuple(cuts),
+            batch,
+            table.device,
             causal=causal and not one_row,  # one row sees all keys up to its own
             window_left=window_left,
             batch_invariant=batch_invariant,
+            mask_kind=None if custom_mask is None else type(custom_mask),
         )
 
     def _check(self, op: str) -> None:
@@ -209,7 +221,7 @@ class PagedAttention:
         v; ``results`` are ``out``, ``lse`` and ``return_lse``. All of them are as the caller gave
         them.
         """
-        op, q, qo_indptr, table, causal, window_left = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -235,6 +247,7 @@ class PagedAttention:
             None if sinks is None else _signature(sinks),
             None if out is None else _signature(out),
             None if lse is None else _signature(lse),
+            custom_mask is not None,
         )
         # A plan is checked once for all of its kind, or below if it has no work list.
         work = plan.work if type(plan) is Plan else None
@@ -244,6 +257,7 @@ class PagedAttention:
             table.device,
             table.batch_size,
             table.indices.size,
+            _mask_signature(call),
             None if work is None else work.kind,
         )
         prepared = self._prepared.get(signature)
@@ -259,16 +273,19 @@ class PagedAttention:
             out = empty(op, (*q.shape[:2], self._head_dim_vo), output_dtype(q), cp, like=q)
         if lse is None and return_lse:
             lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
-        if work is not None and prepared.launch is not None:
-            prepared.launch(
-                table.packed,
-                q.data.ptr,
-                out.data.ptr,
-                0 if lse is None else lse.data.ptr,
-                0 if sinks is None else sinks.data.ptr,
-                work.packed,
-                *factors,
-            )
+        if work is not None:
+            if work.mask is not custom_mask:
+                _require_mask(op, work, custom_mask)
+            for launch, packed in zip(prepared.launches, work.packed, strict=True):
+                launch(
+                    table.packed,
+                    q.data.ptr,
+                    out.data.ptr,
+                    0 if lse is None else lse.data.ptr,
+                    0 if sinks is None else sinks.data.ptr,
+                    packed,
+                    *factors,
+                )
         return (out, lse) if return_lse else out
 
     def _prepare(
@@ -280,7 +297,7 @@ class PagedAttention:
         arrays: tuple[Any, ...],
     ) -> _Prepared:
         """Check a call, and find the launch of all calls like it; ``arrays`` is their signature."""
-        op, q, qo_indptr, table, causal, window_left = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask = call
         sm_scale, logits_soft_cap, sinks = logits
         out, lse = results
         signature = (qo_indptr is None, *arrays)
@@ -303,18 +320,20 @@ class PagedAttention:
                 match_aligned(op, "sinks", sinks)
             check_results(op, q, self._head_dim_vo, out, lse)
             options |= {"causal": causal and qo_indptr is not None, "sinks": None}  # keep no array
+            if custom_mask is not None:  # which replaces the one, and has the other
+                options |= {"causal": False, "window_left": -1}
             launches = _Launches(options, {})
             _remember(self._launches, signature, launches)
         kind = self._kind(call, batch_invariant=False)
         require_plan(op, plan, kind.key)
-        tile = kind.tile
-        if tile is None:
-            return _Prepared(kind, None)
-        if plan is not None and plan.work is not None:
-            tile = self._tile_of_plan(op, plan.work, table.device)
-        if tile not in launches.of_tiles:
-            launches.of_tiles[tile] = self._bind(tile, q, launches.options, sinks, out, lse)
-        return _Prepared(kind, launches.of_tiles[tile])
+        tiles = kind.tiles
+        if tiles and plan is not None and plan.work is not None:
+            tiles = self._tiles_of_plan(op, plan.work, table.device)
+        names = [(tile.kernel, tile) for tile in tiles]
+        for name, tile in zip(names, tiles, strict=True):
+            if name not in launches.of_tiles:
+                launches.of_tiles[name] = self._bind(tile, q, launches.options, sinks, out, lse)
+        return _Prepared(kind, tuple(launches.of_tiles[name] for name in names))
 
     def _bind(
         self,
@@ -350,9 +369,10 @@ class PagedAttention:
             window_left=min(options["window_left"], 1 << 30),
         )
 
-    def _tile_of_plan(self, op: str, work: WorkList, device: int) -> Tile:
-        """Give the tile that a plan settled on, or raise if it cannot serve this cache."""
-        tile: Tile = work.kind.tile
+    def _tiles_of_plan(self, op: str, work: WorkLists, device: int) -> tuple[Tile, ...]:
+        """Give the tiles that a plan settled on, or raise if they cannot serve this cache."""
+        tiles: tuple[Tile, ...] = work.kind.tiles
+        tile = tiles[0]
         if tile.head_dim_vo < self._head_dim_vo:  # a plan of ragged keys was not told of v
             raise NotImplementedError(
                 f"{op}: the plan is for values of at most {tile.head_dim_vo} elements, "
@@ -365,16 +385,18 @@ class PagedAttention:
             )
         if work.kind.device != device:
             raise ValueError(f"{op}: the plan was made for device={work.kind.device}, got {device}")
-        return tile
+        return tiles
 
 
-def _make_work(kind: _Kind, call: PagedCall) -> WorkList | None:
-    """Make a work list; None: there is nothing to attend from."""
-    return None if kind.sizes is None else kind.sizes.make(call.table, call.qo_indptr, kind)
+def _make_work(kind: _Kind, call: PagedCall) -> WorkLists | None:
+    """Make work lists; None: there is nothing to attend from."""
+    if kind.sizes is None:
+        return None
+    return kind.sizes.make(call.table, call.qo_indptr, call.custom_mask, kind)
 
 
-def _work_of_call(call: PagedCall, plan: Plan | None, kind: _Kind) -> WorkList | None:
-    """Make the work list of a call that brings none; None: there is nothing to attend from."""
+def _work_of_call(call: PagedCall, plan: Plan | None, kind: _Kind) -> WorkLists | None:
+    """Make the work lists of a call that brings none; None: there is nothing to attend from."""
     if plan is not None:
         require_plan(call.op, plan, kind.key)
         if kind.sizes is not None:
@@ -391,6 +413,23 @@ def _signature(array: Array) -> tuple[Any, ...]:
     """Name what a launch depends on of an array, but for its address."""
     data = array.data
     return (array.shape, array.dtype, array.strides, data.ptr % 16, data.device_id)
+
+
+def _mask_signature(call: PagedCall) -> tuple[Any, ...] | None:
+    """Name what work lists depend on of a call's mask, but for its addresses."""
+    mask = call.custom_mask
+    if mask is None:
+        return None
+    check_mask(call.op, mask, call.table.batch_size)
+    data = mask.data
+    return (type(mask), data.shape, data.data.device_id if type(data) is cp.ndarray else None)
+
+
+def _require_mask(op: str, work: WorkLists, mask: Mask | None) -> None:
+    """Raise unless a plan was made from this mask: its bits are in the work lists."""
+    mine = work.mask
+    if mine is None or mask is None or mine.data.data.ptr != mask.data.data.ptr:
+        raise ValueError(f"{op}: the plan was made for another custom_mask")
 
 
 def _pack_rows(

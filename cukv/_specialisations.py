@@ -119,7 +119,9 @@ class PrefillTile(NamedTuple):
     @property
     def scores(self) -> int:
         """Keys that a warp scores at a time: as many as there are registers for."""
-        return 16 if self.head_dim_vo > 128 else 32
+        if self.head_dim_vo > 128:
+            return 16
+        return 32 if self.dtype in FP8 else 64
 
     @property
     def round_steps(self) -> int:
@@ -142,7 +144,7 @@ class PrefillTile(NamedTuple):
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
         ring += self.tokens * 16
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        item = 48 + 20 * self.warps + 8
+        item = 48 + (24 + 24) * self.warps + 16
         return int(-(-(ring + queries + 2 * 8 + item) // 1024) * 1024)
 
     @property
@@ -216,6 +218,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "decode": [tile.template_args for tile in decode_tiles()],
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
+        "mask_tiles": [{"BITS": is_bits} for is_bits in ("true", "false")],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],

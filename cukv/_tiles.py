@@ -1,8 +1,8 @@
-"""Which tile, and so which kernel, serves an attention call: chosen by sizes, in one place."""
+"""Which tiles, and so which kernels, serve an attention call: chosen by sizes, in one place."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cukv._kernels import num_sms, smem_limits
 from cukv._specialisations import decode_tiles, prefill_tiles
@@ -16,7 +16,23 @@ _LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
-def choose_tile(
+# So many packed rows, of all requests, are never worth a second launch.
+_FEW_ROWS = 2048
+# A request of so many packed rows or fewer is better off with the tiles of decode, even with two of
+# them: a tile of 128 rows takes the tensor cores longer than two read the same keys.
+_SHORT_ROWS = 32
+_ALL_ROWS = (0, (1 << 31) - 1)
+
+
+class Served(NamedTuple):
+    """A tile, and which requests it serves: those of min_rows to max_rows packed rows."""
+
+    tile: Tile
+    min_rows: int
+    max_rows: int
+
+
+def choose_tiles(
     op: str,
     pages: PagePair,
     aligned: bool,
@@ -26,8 +42,8 @@ def choose_tile(
     num_tokens: int,
     one_row: bool,
     batch_invariant: bool,
-) -> Tile:
-    """Choose a tile by the sizes of a call.
+) -> tuple[Served, ...]:
+    """Choose a tile by the sizes of a call, or two: for requests of few rows and of many.
 
     A batch-invariant one must not depend on the batch.
     """
@@ -50,14 +66,6 @@ def choose_tile(
             f"has {smem_limits(device)[0]}"
         )
 
-    # As many rows as the average request has, if a tile holds them.
-    packed = group_size if one_row else -(-num_rows * group_size // batch_size)
-    if batch_invariant and not one_row:
-        packed = 16
-    most = max(tile.rows for tile in tiles)
-    rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
-    tiles = [tile for tile in tiles if tile.rows == rows]
-
     # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
     # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
     # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
@@ -68,7 +76,29 @@ def choose_tile(
     many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
     if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
         tiles.reverse()
-    return tiles[0]
+
+    # As many rows as the average request has, if a tile holds them.
+    packed = group_size if one_row else -(-num_rows * group_size // batch_size)
+    if batch_invariant and not one_row:
+        packed = 16
+    if one_row or batch_invariant or batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
+        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
+    # A long prompt may be among requests of a row or few, whatever the average.
+    few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
+    many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
+    if not many_rows:
+        return (Served(_of_rows(few, packed), *_ALL_ROWS),)
+    return (
+        Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
+        Served(_of_rows(many_rows, packed), _SHORT_ROWS + 1, _ALL_ROWS[1]),
+    )
+
+
+def _of_rows(tiles: list[Tile], packed: int) -> Tile:
+    """Give the first of the narrowest tiles that hold so many packed rows, or of the widest."""
+    most = max(tile.rows for tile in tiles)
+    rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
+    return next(tile for tile in tiles if tile.rows == rows)
 
 
 def ctas_per_sm(tile: Tile, device: int) -> int:

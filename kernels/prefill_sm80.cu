@@ -11,7 +11,7 @@
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
 #include "common/kv_ring.cuh"
-#include "common/logits.cuh"
+#include "common/row_bits.cuh"
 #include "common/slots.cuh"
 #include "common/warp_state.cuh"
 
@@ -42,6 +42,7 @@ struct PrefillCta {
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS, false>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;
     using Scores = float[M_TILES][SCORES / 8][2 * HALVES];
+    using Bits = RowBits<M_TILES, HALVES, (SCORES + 31) / 32>;
     using Warp = WarpState<M_TILES, HALVES, HEAD_DIM_VO / 8>;
 
     struct Smem {
@@ -52,7 +53,10 @@ struct PrefillCta {
         // Here, because steps need all registers:
         Item item;
         Sight sights[WARPS];
+        StepPlace places[WARPS];
         int32_t item_idx;
+        int32_t kv_head;
+        float late_scale;
         int32_t last;  // whether this CTA has the last ticket
     };
 
@@ -84,13 +88,14 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     const int warp_first = threadIdx.x / WARP_SIZE * WARP_ROWS;  // row of a tile
 
     // 1 the CTA's part, and its first keys on their way
-    const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     const Item first = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
         return;
     }
+    smem.kv_head = blockIdx.x % p.work.num_kv_heads;
+    const int32_t& kv_head = smem.kv_head;
     if (p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
         for (int i = threadIdx.x * 16; i < Cta::STAGES * Ring::BYTES; i += Cta::THREADS * 16) {
             *reinterpret_cast<uint4*>(smem.ring[0] + i) = uint4{};
@@ -101,17 +106,22 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         p, smem.ring, smem.keys, smem.rows[threadIdx.x / WARP_SIZE], kv_head, first, first_item,
         end_item);
     loader.issue(0);
+    StepPlace& place = smem.places[threadIdx.x / WARP_SIZE];
+    loader.leave_at(place);
 
     const Logits<PrefillSm80Params> logits(p);
+    // Then a multiplication of each score is saved: the exponential's addition does it.
+    const bool scales_late = !is_fp8<KV> && logits.is_scale();
     int stage = 0;
     const Item& item = smem.item;
     if (threadIdx.x == 0) {
         smem.item = first;
         smem.item_idx = first_item;
+        smem.late_scale = scales_late ? logits.scale : 1.0f;
     }
     while (true) {
         __syncthreads();  // the item is there
-        if (smem.item_idx >= end_item) {
+        if (smem.item_idx >= place.end_item) {
             return;
         }
         typename Cta::Warp warp;
@@ -127,10 +137,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             }
             __syncwarp();  // the sight is there
             const Sight& sight = smem.sights[threadIdx.x / WARP_SIZE];
-            float scales[Cta::M_TILES][Cta::HALVES];
-            logits.row_scales(scales, smem.q, [&](int m_tile, int half_idx) {
-                return warp_first + lane_row(m_tile, half_idx);
-            });
 
             // 3 steps: the next one's keys come while this one is computed
 #pragma unroll 1
@@ -138,7 +144,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                  step_token += TOKENS) {
                 cp_async_wait_group<0>();
                 __syncthreads();  // all copies have landed, and the other buffer has been read
-                loader.issue(stage ^ 1);
+                loader.issue(stage ^ 1, place);
                 // SCORES tokens at a time: there are no registers for the scores of more.
 #pragma unroll 1
                 for (int first = 0; first < TOKENS; first += SCORES) {
@@ -146,16 +152,36 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     if (token >= sight.end_token) {
                         break;
                     }
+                    const int32_t mask_class = sight.mask_class(p, token);
+                    if (mask_class == EMPTY) {
+                        continue;
+                    }
                     const uint32_t k_smem = smem_address(smem.ring[stage]);
                     const uint32_t v_smem = k_smem + Ring::V_OFFSET;
                     typename Cta::Scores s = {};
                     multiply_keys<KV, Ring::K_ROW_BYTES>(
                         s, fragments, k_smem + first * Ring::K_ROW_BYTES);
-                    logits.apply(s, scales);
-                    sight.mask(
-                        p, s, token,
-                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first));
-                    warp.weigh(s);
+                    if (!scales_late) {
+                        float scales[Cta::M_TILES][Cta::HALVES];
+                        logits.row_scales(scales, smem.q, [&](int m_tile, int half_idx) {
+                            return warp_first + lane_row(m_tile, half_idx);
+                        });
+                        logits.apply(s, scales);
+                    }
+                    const auto keys =
+                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first);
+                    const bool all_keys = keys == static_cast<typename Cta::ScoreBits>(~0ull);
+                    const bool hides = sight.hides(token, token + SCORES);
+                    if (mask_class == MIXED || hides || !all_keys) {
+                        typename Cta::Bits bits;
+                        if (mask_class == MIXED) {
+                            bits.load_mask(p, sight, token);
+                        } else {
+                            bits.limit(p, sight, token);
+                        }
+                        bits.apply(s, keys);
+                    }
+                    warp.weigh(s, smem.late_scale);
                     multiply_values<KV, Ring::V_ROW_BYTES>(
                         warp.o, s, v_smem + first * Ring::V_ROW_BYTES);
                 }
@@ -206,7 +232,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 });
         }
         __syncthreads();  // the item and its queries have been read
-        if (threadIdx.x == 0 && ++smem.item_idx < end_item) {
+        if (threadIdx.x == 0 && ++smem.item_idx < place.end_item) {
             smem.item = load_item(p.work.items + smem.item_idx);
         }
     }

@@ -17,28 +17,33 @@ __device__ __forceinline__ int32_t num_steps(const Item& item) {
     return (item.end_token - item.first_token + TOKENS - 1) / TOKENS;
 }
 
+// Where a warp is among its steps of a part.
+struct StepPlace {
+    int32_t item_idx, end_item;
+    int32_t first_page;  // of the item's request
+    int32_t mask_entry;  // of the item's tile
+    int32_t end_token;   // of the item
+    int32_t token;       // the step is [token, token + TOKENS) before end_token
+};
+
 // A warp's way through its steps of a part.
 template <int TOKENS, int WARPS, int SHARERS>
-struct StepWalk {
+struct StepWalk : StepPlace {
     static constexpr int OWN_TOKENS = TOKENS / SHARERS;  // of a step, copied by this warp
     static_assert(WARP_SIZE % OWN_TOKENS == 0, "a lane looks up a token, or two the same");
 
     const PageTable& table;
-    const Item* items;
-    int32_t item_idx, end_item;
-    int32_t first_page;  // of the item's request
-    int32_t end_token;   // of the item
-    int32_t token;       // the step is [token, token + TOKENS) before end_token
-    IndexEntry page;     // of this lane's token
+    const WorkList& work;
+    IndexEntry page;  // of this lane's token
 
     // To the warp's first step; `first` is items[first_item].
     __device__ __forceinline__ StepWalk(
         const PageTable& table,
-        const Item* items,
+        const WorkList& work,
         const Item& first,
         int32_t first_item,
         int32_t end_item)
-        : table(table), items(items), item_idx(first_item), end_item(end_item) {
+        : StepPlace{first_item, end_item}, table(table), work(work) {
         int32_t step = threadIdx.x / (WARP_SIZE * SHARERS);
         if (!enter(first, step)) {
             leave(step);
@@ -64,17 +69,18 @@ struct StepWalk {
             return false;
         }
         first_page = item.first_page;
+        mask_entry = item.mask_entry;
         end_token = item.end_token;
         token = item.first_token + step * TOKENS;
         look_up();
         return true;
     }
 
-    // To step `step` of all steps behind items[item_idx].
+    // To step `step` of all steps behind work.items[item_idx].
     __device__ __forceinline__ void leave(int32_t step) {
         do {
             ++item_idx;
-        } while (item_idx < end_item && !enter(items[item_idx], step));
+        } while (item_idx < end_item && !enter(work.items[item_idx], step));
     }
 
     // First of the rows of a buffer that this warp copies.
@@ -86,17 +92,22 @@ struct StepWalk {
         return token + own_row() + threadIdx.x % OWN_TOKENS;
     }
 
+    // Where this lane's token, or the item's last if it is past the end, is in the request.
+    __device__ __forceinline__ int32_t position() const {
+        const int32_t own = own_token();
+        return work.mask.given() ? work.mask.position(mask_entry, min(own, end_token - 1)) : own;
+    }
+
     // Of this lane's token within its page. Worked out again: registers are shorter than time.
     __device__ __forceinline__ int32_t entry() const {
-        const uint32_t page_idx = table.page_divisor.quotient(own_token());
-        return own_token() - page_idx * table.page_divisor.divisor;
+        const int32_t own = position();
+        return own - table.page_divisor.quotient(own) * table.page_divisor.divisor;
     }
 
     // Past the item's end it looks up the request's first page, so that no branch holds up the load.
     __device__ __forceinline__ void look_up() {
-        const int32_t own = own_token();
-        const uint32_t page_idx = table.page_divisor.quotient(own);
-        page = table.indices.entry(own < end_token ? first_page + page_idx : first_page);
+        const uint32_t page_idx = table.page_divisor.quotient(position());
+        page = table.indices.entry(own_token() < end_token ? first_page + page_idx : first_page);
     }
 };
 
@@ -182,7 +193,7 @@ struct KvLoader {
     typename Ring::Buffers& buffers;
     typename Ring::Keys& keys;
     typename Ring::RowStarts& rows;
-    int kv_head;
+    const int32_t& kv_head;
     Walk walk;
 
     __device__ __forceinline__ KvLoader(
@@ -190,7 +201,7 @@ struct KvLoader {
         typename Ring::Buffers& buffers,
         typename Ring::Keys& keys,
         typename Ring::RowStarts& rows,
-        int kv_head,
+        const int32_t& kv_head,
         const Item& first,
         int32_t first_item,
         int32_t end_item)
@@ -199,7 +210,7 @@ struct KvLoader {
           keys(keys),
           rows(rows),
           kv_head(kv_head),
-          walk(p.table, p.work.items, first, first_item, end_item) {}
+          walk(p.table, p.work, first, first_item, end_item) {}
 
     // Starts the copies of the next step into a buffer, as one group, which is empty past the last
     // step: whoever waits counts groups.
@@ -217,6 +228,21 @@ struct KvLoader {
         if (!walk.done()) {
             walk.next();
         }
+    }
+
+    // The same by a warp whose place waits in shared memory meanwhile.
+    __device__ __forceinline__ void issue(int stage, StepPlace& place) {
+        static_cast<StepPlace&>(walk) = place;
+        issue(stage);
+        leave_at(place);
+    }
+
+    __device__ __forceinline__ void leave_at(StepPlace& place) const {
+        __syncwarp();  // every lane has read it
+        if (threadIdx.x % WARP_SIZE == 0) {
+            place = walk;
+        }
+        __syncwarp();  // it is there
     }
 
     // Says where the next step's rows are, and which of them are keys: bit r, whether row r is.

@@ -40,6 +40,11 @@ struct Logits {
         scale = p.logits_soft_cap > 0.0f ? natural / p.logits_soft_cap : natural * LOG2_E;
     }
 
+    // Whether logits are scores times one positive number, for rows that nothing was divided out of.
+    __device__ __forceinline__ bool is_scale() const {
+        return !(p.logits_soft_cap > 0.0f) && scale > 0.0f;
+    }
+
     // Of each of this lane's rows, which is row(i, j) of the tile: `scale`, times what the row was
     // divided by.
     template <int I, int J, typename Tile, typename Row>
@@ -61,16 +66,18 @@ struct Logits {
     }
 };
 
-// Which tokens the rows of an item's tile see, beyond the limits of the item, which hold for all.
+// Which tokens the rows of an item's tile see, beyond the limits of the item, which hold for all. Under
+// a mask tokens are listed ones, and neither causal nor the window applies.
 struct Sight {
     int32_t first_row, diagonal;
+    int32_t mask_entry;
     int32_t all_from, all_to;  // every row sees the tokens [all_from, all_to): they need no mask
     int32_t end_token;         // no row sees a token from here on
 
     // Params: group, causal, window_left.
     template <typename Params>
     __device__ __forceinline__ Sight(const Params& p, const Item& item)
-        : first_row(item.first_row), diagonal(item.diagonal) {
+        : first_row(item.first_row), diagonal(item.diagonal), mask_entry(item.mask_entry) {
         const int32_t first_q = p.group.quotient(first_row);
         const int32_t last_q = p.group.quotient(first_row + item.num_rows - 1);
         all_from = p.window_left < 0 ? 0 : diagonal + last_q - p.window_left;
@@ -78,11 +85,40 @@ struct Sight {
         end_token = item.num_rows == 0 ? 0 : p.causal ? diagonal + last_q + 1 : item.end_token;
     }
 
+    // The class of the half step that a token is in, for all rows of the tile.
+    template <typename Params>
+    __device__ __forceinline__ int32_t mask_class(const Params& p, int32_t token) const {
+        return p.work.mask.given() ? p.work.mask.class_of(mask_entry, token) : FULL;
+    }
+
+    // Where the bit of a token is in the mask of a row.
+    template <typename Params>
+    __device__ __forceinline__ const uint32_t* mask_word(
+        const Params& p, int row, int32_t token) const {
+        const MaskTiles& mask = p.work.mask;
+        const int32_t tile_row = first_row & -(1 << mask.row_bits);
+        const uint32_t query = p.group.quotient(first_row + row) - p.group.quotient(tile_row);
+        return mask.word(mask_entry, token) + query * MASK_WORDS;
+    }
+
     template <typename Params>
     __device__ __forceinline__ bool sees(const Params& p, int row, int32_t token) const {
-        const int32_t position = diagonal + static_cast<int32_t>(p.group.quotient(first_row + row));
-        return (!p.causal || token <= position) &&
-               (p.window_left < 0 || token >= position - p.window_left);
+        if (p.work.mask.given()) {
+            return *mask_word(p, row, token) >> token % 32 & 1;
+        }
+        const int32_t at = position(p, row);
+        return (!p.causal || token <= at) && (p.window_left < 0 || token >= at - p.window_left);
+    }
+
+    // Of a row's query.
+    template <typename Params>
+    __device__ __forceinline__ int32_t position(const Params& p, int row) const {
+        return diagonal + static_cast<int32_t>(p.group.quotient(first_row + row));
+    }
+
+    // Whether causal or the window hides some of the tokens [token, end) from some row.
+    __device__ __forceinline__ bool hides(int32_t token, int32_t end) const {
+        return token < all_from || end > all_to;
     }
 
     // Masks the logits of the keys from `token` on; bit t of `keys`: whether token + t is a key.
@@ -90,7 +126,7 @@ struct Sight {
     __device__ __forceinline__ void mask(
         const Params& p, Scores& s, int32_t token, Bits keys) const {
         constexpr int TOKENS = 8 * sizeof(Bits);
-        const bool rows_differ = token < all_from || token + TOKENS > all_to;
+        const bool rows_differ = hides(token, token + TOKENS) || mask_class(p, token) != FULL;
         if (keys == static_cast<Bits>(~Bits{0}) && !rows_differ) {
             return;
         }

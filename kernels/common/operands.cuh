@@ -38,17 +38,20 @@ struct KeyOperands {
     static constexpr int TILES = is_fp8<KV> ? 4 : 2;
     uint32_t x[4];
 
+    // What load() takes, of a buffer of keys.
+    template <int ROW_BYTES>
+    static __device__ __forceinline__ uint32_t address(uint32_t keys) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        const int row = (lane_idx & 7) + (lane_idx >> 4) * 8, chunk = lane_idx >> 3 & 1;
+        return keys +
+               (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0) : swizzled<ROW_BYTES>(row, chunk));
+    }
+
     // Of keys [8 * tile, 8 * (tile + TILES)) and columns [16 * k_step, 16 * (k_step + 1)).
     template <int ROW_BYTES>
-    __device__ __forceinline__ void load(uint32_t keys, int tile, int k_step) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        if constexpr (is_fp8<KV>) {
-            ldmatrix_x4(x, keys + swizzled<ROW_BYTES>(tile * 8 + lane_idx, k_step));
-        } else {
-            const int row = tile * 8 + (lane_idx & 7) + (lane_idx >> 4) * 8;
-            const int chunk = 2 * k_step + (lane_idx >> 3 & 1);
-            ldmatrix_x4(x, keys + swizzled<ROW_BYTES>(row, chunk));
-        }
+    __device__ __forceinline__ void load(uint32_t address, int tile, int k_step) {
+        const int chunks = is_fp8<KV> ? k_step : 2 * k_step;
+        ldmatrix_x4(x, rows_on<ROW_BYTES>(chunks_on(address, chunks), tile * 8));
     }
 
     __device__ __forceinline__ OperandPair operator[](int tile) const {
@@ -66,17 +69,19 @@ struct ValueOperands {
     static constexpr int TOKENS = is_fp8<KV> ? 32 : 16;
     uint32_t x[4];
 
+    // What load() takes, of a buffer of values.
+    template <int ROW_BYTES>
+    static __device__ __forceinline__ uint32_t address(uint32_t values) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        return values + (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0)
+                                    : swizzled<ROW_BYTES>(lane_idx % 16, lane_idx / 16));
+    }
+
     // Of values [token, token + TOKENS) and columns [8 * tile, 8 * (tile + 2)).
     template <int ROW_BYTES>
-    __device__ __forceinline__ void load(uint32_t values, int token, int tile) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        if constexpr (is_fp8<KV>) {
-            ldmatrix_x4_trans(x, values + swizzled<ROW_BYTES>(token + lane_idx, tile / 2));
-        } else {
-            const int row = token + lane_idx % 16;
-            const int chunk = tile + lane_idx / 16;
-            ldmatrix_x4_trans(x, values + swizzled<ROW_BYTES>(row, chunk));
-        }
+    __device__ __forceinline__ void load(uint32_t address, int token, int tile) {
+        const int chunks = is_fp8<KV> ? tile / 2 : tile;
+        ldmatrix_x4_trans(x, rows_on<ROW_BYTES>(chunks_on(address, chunks), token));
     }
 
     // Of the j-th 16 tokens, for both tiles.

@@ -91,21 +91,30 @@ __device__ __forceinline__ void multiply_keys(
     float (&s)[M_TILES][TILES][N], const Fragments& queries, uint32_t keys) {
     using Keys = KeyOperands<KV>;
     static_assert(TILES % Keys::TILES == 0, "keys are loaded whole ldmatrix at a time");
-#pragma unroll(Fragments::STAY ? Fragments::K_STEPS : 4)
-    for (int k_step = 0; k_step < Fragments::K_STEPS; ++k_step) {
-        typename Fragments::Step a;
-        queries.get(a, k_step);
+    const uint32_t address = Keys::template address<ROW_BYTES>(keys);
+    // Keys come one ldmatrix ahead, queries one step.
+    constexpr int LOADS = TILES / Keys::TILES, NUM = Fragments::K_STEPS * LOADS;
+    typename Fragments::Step a[2];
+    Keys b[2];
+    queries.get(a[0], 0);
+    b[0].template load<ROW_BYTES>(address, 0, 0);
 #pragma unroll
-        for (int first = 0; first < TILES; first += Keys::TILES) {
-            Keys b;
-            b.template load<ROW_BYTES>(keys, first, k_step);
+    for (int n = 0; n < NUM; ++n) {
+        const int k_step = n / LOADS, first = n % LOADS * Keys::TILES;
+        if (n + 1 < NUM) {
+            b[(n + 1) % 2].template load<ROW_BYTES>(
+                address, (n + 1) % LOADS * Keys::TILES, (n + 1) / LOADS);
+        }
+        if (n % LOADS == 0 && k_step + 1 < Fragments::K_STEPS) {
+            queries.get(a[(k_step + 1) % 2], k_step + 1);
+        }
 #pragma unroll
-            for (int i = 0; i < Keys::TILES; ++i) {
-                const OperandPair pair = b[i];
+        for (int i = 0; i < Keys::TILES; ++i) {
+            const OperandPair pair = b[n % 2][i];
 #pragma unroll
-                for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
-                    mma_m16n8k16<Operand<KV>>(s[m_tile][first + i], a[m_tile], pair.b0, pair.b1);
-                }
+            for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
+                mma_m16n8k16<Operand<KV>>(
+                    s[m_tile][first + i], a[k_step % 2][m_tile], pair.b0, pair.b1);
             }
         }
     }
@@ -129,31 +138,39 @@ __device__ __forceinline__ void multiply_values(
     float (&o)[M_TILES][FEAT_TILES][N], const float (&s)[M_TILES][TILES][N], uint32_t values) {
     using Values = ValueOperands<KV>;
     static_assert(TILES * 8 % Values::TOKENS == 0, "values are loaded whole ldmatrix at a time");
-    uint32_t a[TILES / 2][M_TILES][N];
+    const uint32_t address = Values::template address<ROW_BYTES>(values);
+    // Values come one ldmatrix ahead; weights are packed where they are needed, so that the compiler
+    // computes the exponentials of some while others are multiplied.
+    uint32_t a[Values::TOKENS / 16][M_TILES][N];
+    constexpr int PAIRS = FEAT_TILES / 2, NUM = TILES * 8 / Values::TOKENS * PAIRS;
+    Values b[2];
+    b[0].template load<ROW_BYTES>(address, 0, 0);
 #pragma unroll
-    for (int i = 0; i < TILES / 2 * M_TILES; ++i) {
-        const int j = i / M_TILES, m_tile = i % M_TILES;
-        pack_weights<KV>(a[j][m_tile], s[m_tile][2 * j], s[m_tile][2 * j + 1]);
-    }
+    for (int i = 0; i < NUM; ++i) {
+        const int token = i / PAIRS * Values::TOKENS, tile = i % PAIRS * 2;
+        if (i + 1 < NUM) {
+            b[(i + 1) % 2].template load<ROW_BYTES>(
+                address, (i + 1) / PAIRS * Values::TOKENS, (i + 1) % PAIRS * 2);
+        }
+        if (tile == 0) {
 #pragma unroll
-    for (int token = 0; token < TILES * 8; token += Values::TOKENS) {
-#pragma unroll
-        for (int tile = 0; tile < FEAT_TILES; tile += 2) {
-            if (is_fp8<KV> && tile % 8 == 0) {
-                __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
+            for (int k = 0; k < Values::TOKENS / 16 * M_TILES; ++k) {
+                const int j = k / M_TILES, m_tile = k % M_TILES, from = token / 8 + 2 * j;
+                pack_weights<KV>(a[j][m_tile], s[m_tile][from], s[m_tile][from + 1]);
             }
-            Values b;
-            b.template load<ROW_BYTES>(values, token, tile);
+        }
+        if (is_fp8<KV> && tile % 8 == 0) {
+            __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
+        }
 #pragma unroll
-            for (int j = 0; j < Values::TOKENS / 16; ++j) {
-                OperandPair even, odd;
-                b.get(j, even, odd);
+        for (int j = 0; j < Values::TOKENS / 16; ++j) {
+            OperandPair even, odd;
+            b[i % 2].get(j, even, odd);
 #pragma unroll
-                for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
-                    const auto& weights = a[token / 16 + j][m_tile];
-                    mma_m16n8k16<Operand<KV>>(o[m_tile][tile], weights, even.b0, even.b1);
-                    mma_m16n8k16<Operand<KV>>(o[m_tile][tile + 1], weights, odd.b0, odd.b1);
-                }
+            for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
+                const auto& weights = a[j][m_tile];
+                mma_m16n8k16<Operand<KV>>(o[m_tile][tile], weights, even.b0, even.b1);
+                mma_m16n8k16<Operand<KV>>(o[m_tile][tile + 1], weights, odd.b0, odd.b1);
             }
         }
     }

@@ -43,15 +43,17 @@ struct WarpState {
         }
     }
 
-    // Turns logits into weights relative to the row's maximum, which they may raise.
+    // Turns logits, which are the scores times a positive scale, into weights relative to the row's
+    // maximum, which they may raise.
     template <int TILES>
-    __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][2 * HALVES]) {
+    __device__ __forceinline__ void weigh(
+        float (&s)[M_TILES][TILES][2 * HALVES], float scale = 1.0f) {
 #pragma unroll
         for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
             float factor[HALVES];
 #pragma unroll
             for (int half_idx = 0; half_idx < HALVES; ++half_idx) {
-                factor[half_idx] = weigh_row(s[m_tile], m_tile, half_idx);
+                factor[half_idx] = weigh_row(s[m_tile], m_tile, half_idx, scale);
             }
             // Most steps raise no maximum, and then nothing falls behind.
             bool behind = factor[0] != 1.0f;
@@ -70,22 +72,23 @@ struct WarpState {
     // The same of one row; gives the factor by which its sums fall behind.
     template <int TILES>
     __device__ __forceinline__ float weigh_row(
-        float (&s)[TILES][2 * HALVES], int m_tile, int half_idx) {
-        float m_new = m[m_tile][half_idx];
+        float (&s)[TILES][2 * HALVES], int m_tile, int half_idx, float scale) {
+        float m_new = NO_KEY;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             m_new = fmaxf(m_new, fmaxf(s[tile][2 * half_idx], s[tile][2 * half_idx + 1]));
         }
         m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 1));
         m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 2));
+        m_new = fmaxf(m[m_tile][half_idx], m_new * scale);
         const float base = m_new > NO_KEY ? m_new : 0.0f;  // weights of no keys are 0
         const float factor = ex2(m[m_tile][half_idx] - base);
         float sum = 0.0f;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             float* pair = &s[tile][2 * half_idx];
-            pair[0] = ex2(pair[0] - base);
-            pair[1] = ex2(pair[1] - base);
+            pair[0] = ex2(fmaf(pair[0], scale, -base));
+            pair[1] = ex2(fmaf(pair[1], scale, -base));
             sum += pair[0] + pair[1];
         }
         m[m_tile][half_idx] = m_new;
