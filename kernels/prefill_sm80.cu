@@ -37,7 +37,7 @@ struct PrefillCta {
     static constexpr int M_TILES = WARP_ROWS / 16, HALVES = 2;
 
     using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, WARPS>;
-    using Loader = KvLoader<Ring, ALIGNED, false, PrefillSm80Params>;
+    using Loader = KvLoader<Ring, ALIGNED, PrefillSm80Params>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS, false>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;

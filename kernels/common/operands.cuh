@@ -8,7 +8,7 @@
 //           in any order if both sides do, so queries are read in this one (load_fragment).
 //   values  a lane's register is columns 2 g and 2 g + 1 of two tokens. One product takes the even
 //           columns of 16, the next the odd ones: the sums' tiles 2 i and 2 i + 1 alternate, until
-//           store_tile_pair puts them in order.
+//           `neighbours` puts them in order.
 #pragma once
 #include "common/swizzle.cuh"
 
@@ -98,18 +98,6 @@ struct ValueOperands {
         }
     }
 };
-
-// Stores a row's two sums each of tiles 2 i and 2 i + 1; `to` is column 16 i of the row.
-template <typename KV>
-__device__ __forceinline__ void store_tile_pair(float* to, const float* even, const float* odd) {
-    const int t = threadIdx.x % 4;
-    if constexpr (is_fp8<KV>) {
-        *reinterpret_cast<float4*>(to + 4 * t) = make_float4(even[0], odd[0], even[1], odd[1]);
-    } else {
-        *reinterpret_cast<float2*>(to + 2 * t) = make_float2(even[0], even[1]);
-        *reinterpret_cast<float2*>(to + 2 * t + 8) = make_float2(odd[0], odd[1]);
-    }
-}
 
 // Four neighbouring sums of a row out of its lanes' two each of tiles 2 i and 2 i + 1, and their
 // first column, from column 16 i on.
