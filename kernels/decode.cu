@@ -16,7 +16,7 @@
 #include "common/kv_ring.cuh"
 #include "common/logits.cuh"
 #include "common/slots.cuh"
-#include "common/swapped.cuh"
+#include "common/warp_states.cuh"
 
 namespace cukv {
 
@@ -42,9 +42,7 @@ struct DecodeCta {
     static_assert((WARPS & (WARPS - 1)) == 0, "steps are dealt round robin");
 
     using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, 1>;
-    // Rows beyond a tile read the same keys again.
-    static constexpr bool EVICT_FIRST = ROWS <= 16;
-    using Loader = KvLoader<Ring, ALIGNED, EVICT_FIRST, DecodeParams>;
+    using Loader = KvLoader<Ring, ALIGNED, DecodeParams>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
     using Operands = SwappedQueries<KV, HEAD_DIM_QK, ROWS, Q_STAYS>;
     using Scores = SwappedScores<ROWS, TOKENS>;
@@ -140,7 +138,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     if constexpr (ALIGNED) {
-        prefetch_first_keys<Ring>(p, load_item(p.work.first_items + part), kv_head);
+        prefetch_first_keys<Ring>(p, part, kv_head);
     }
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -193,8 +191,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             const typename Ring::KeyBits keys = smem.keys[warp_idx][stage];
             logits.apply(s, scales);
             sight.mask(p, s, token, keys);
-            warp.weigh(s);
-            warp.template add<Ring::V_ROW_BYTES>(s, v_smem);
+            multiply_values<KV, Ring::V_ROW_BYTES>(warp.o, warp.weigh(s), v_smem);
             loader.issue(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }

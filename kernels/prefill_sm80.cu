@@ -37,11 +37,11 @@ struct PrefillCta {
     static constexpr int M_TILES = WARP_ROWS / 16;
 
     using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, WARPS>;
-    using Loader = KvLoader<Ring, ALIGNED, false, PrefillSm80Params>;
+    using Loader = KvLoader<Ring, ALIGNED, PrefillSm80Params>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;
-    using Scores = float[M_TILES][SCORES / 8][2 * HALVES];
+    using Scores = float[M_TILES][SCORES / 8][4];
     using Warp = WarpState<M_TILES, HEAD_DIM_VO / 8>;
 
     struct Smem {
@@ -76,8 +76,8 @@ struct PrefillCta {
         const int warp_first = threadIdx.x / WARP_SIZE * WARP_ROWS;
         const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
 #pragma unroll
-        for (int i = 0; i < M_TILES * HALVES; ++i) {
-            const int m_tile = i / HALVES, half_idx = i % HALVES;
+        for (int i = 0; i < M_TILES * 2; ++i) {
+            const int m_tile = i / 2, half_idx = i % 2;
             const int row = lane_row(m_tile, half_idx);
             const float m = warp.m[m_tile][half_idx], d = warp.whole_d(m_tile, half_idx);
             const PackedRow at(p.group, own, kv_head, row);
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     multiply_keys<KV, Ring::K_ROW_BYTES>(
                         s, fragments, k_smem + first * Ring::K_ROW_BYTES);
                     if (!scales_late) {
-                        float scales[Cta::M_TILES][HALVES];
+                        float scales[Cta::M_TILES][2];
                         logits.row_scales(scales, smem.q, [&](int m_tile, int half_idx) {
                             return warp_first + lane_row(m_tile, half_idx);
                         });

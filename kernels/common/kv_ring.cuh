@@ -143,8 +143,9 @@ struct KvRing {
 };
 
 // Starts bringing rows of the first TOKENS tokens of an item into the L2, by THREADS threads. For a
-// launch that still waits for others: what the list and the table say may be out of date, or not be
-// written yet, so nothing is read that they alone vouch for, and only the L2 learns of it.
+// launch that still waits for others, so that item and page ids may be those of an earlier plan or
+// anything else: every index is checked, nothing but the L2 learns of them, and they are read past the
+// L1, which would keep them.
 template <int ROW_BYTES, int TOKENS, int THREADS>
 __device__ __forceinline__ void prefetch_rows(
     const PageTable& table, const Item& item, const Pages& cache, int kv_head, int num_bytes) {
@@ -160,7 +161,8 @@ __device__ __forceinline__ void prefetch_rows(
             return;
         }
         const Slot slot = {
-            table.indices.entry(idx).value(table.indices), token - page_idx * table.page_size};
+            table.indices.entry_past_l1(idx).value(table.indices),
+            token - page_idx * table.page_size};
         const int byte = i % LINES * LINE;
         if (cache.has(slot.page) && byte < num_bytes) {
             prefetch_l2(cache.row(slot, kv_head) + byte);
@@ -168,23 +170,25 @@ __device__ __forceinline__ void prefetch_rows(
     }
 }
 
-// The same of keys and values, as many as all rings hold: more hold up the launch before (16
-// requests of 1024 tokens on an H200: 17.6 us, with twice as many 18.2). Params: table, k_cache, v_cache, head_dim,
-// head_dim_vo.
+// The same of the keys and values that a part begins with, as many as all rings hold: more hold up the
+// launch before (16 requests of 1024 tokens on an H200: 17.6 us, with twice as many 18.2). Params:
+// table, work, k_cache, v_cache, head_dim, head_dim_vo.
 template <typename Ring, typename Params>
-__device__ __forceinline__ void prefetch_first_keys(
-    const Params& p, const Item& item, int kv_head) {
+__device__ __forceinline__ void prefetch_first_keys(const Params& p, int part, int kv_head) {
     constexpr int TOKENS = Ring::WARPS / Ring::SHARERS * Ring::STAGES * Ring::TOKENS;
     constexpr int THREADS = Ring::WARPS * WARP_SIZE, BYTES = sizeof(typename Ring::KV);
+    if (!LAUNCHED_EARLY || p.work.mask.given()) {  // a mask's tokens are not positions
+        return;
+    }
+    const Item item = load_item_past_l1(p.work.first_items + part);
     prefetch_rows<Ring::K_ROW_BYTES, TOKENS, THREADS>(
         p.table, item, p.k_cache, kv_head, p.head_dim * BYTES);
     prefetch_rows<Ring::V_ROW_BYTES, TOKENS, THREADS>(
         p.table, item, p.v_cache, kv_head, p.head_dim_vo * BYTES);
 }
 
-// Fills a warp's ring. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo. EVICT_FIRST: keys
-// and values leave the L2 first, because nobody else reads them.
-template <typename Ring, bool ALIGNED, bool EVICT_FIRST, typename Params>
+// Fills a warp's ring. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo.
+template <typename Ring, bool ALIGNED, typename Params>
 struct KvLoader {
     using KV = typename Ring::KV;
     using Walk = StepWalk<Ring::TOKENS, Ring::WARPS, Ring::SHARERS>;
@@ -270,12 +274,8 @@ struct KvLoader {
         char* k = buffers[stage] + Walk::own_row() * Ring::K_ROW_BYTES;
         char* v = buffers[stage] + Ring::V_OFFSET + Walk::own_row() * Ring::V_ROW_BYTES;
         if constexpr (ALIGNED) {
-            const uint64_t policy =
-                EVICT_FIRST ? createpolicy_evict_first() : createpolicy_evict_unchanged();
-            copy_rows<Ring::K_ROW_BYTES, ALL>(
-                k, rows.k, p.head_dim * int{sizeof(KV)}, votes, policy);
-            copy_rows<Ring::V_ROW_BYTES, ALL>(
-                v, rows.v, p.head_dim_vo * int{sizeof(KV)}, votes, policy);
+            copy_rows<Ring::K_ROW_BYTES, ALL>(k, rows.k, p.head_dim * int{sizeof(KV)}, votes);
+            copy_rows<Ring::V_ROW_BYTES, ALL>(v, rows.v, p.head_dim_vo * int{sizeof(KV)}, votes);
         } else if constexpr (!ALL) {
             copy_elements<KV, Ring::K_ROW_BYTES>(k, rows.k, p.head_dim, votes);
             copy_elements<KV, Ring::V_ROW_BYTES>(v, rows.v, p.head_dim_vo, votes);

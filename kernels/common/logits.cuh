@@ -1,32 +1,25 @@
 // Scores -> logits: scaled, capped, in base 2, and -inf where a row does not see a key.
 //
 //   logit = log2(e) * (cap > 0 ? cap * tanh(x / cap) : x)  with x = scales * q . k
+//
+// A kernel's accumulator of scores comes with its each_score(s, visit), of common/products.cuh or
+// common/swapped.cuh, which says of each score whose row and token it is.
 #pragma once
-#include "common/products.cuh"
-#include "common/swapped.cuh"
+#include "common/queries.cuh"
 
 namespace cukv {
 
-// tanh by two instructions that are exact enough: absolute error below 2^-21.
-__device__ __forceinline__ float tanh_by_ex2(float x) {
-    return 1.0f - __fdividef(2.0f, 1.0f + ex2(x * (2.0f * LOG2_E)));
-}
-
-// Calls visit(score, m_tile, half_idx, row, token) for each of this lane's scores; `token` counts from
-// the first of the step.
-template <int M_TILES, int TILES, int N, typename Visit>
-__device__ __forceinline__ void each_score(float (&s)[M_TILES][TILES][N], Visit visit) {
-#pragma unroll
-    for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const int half_idx = i / 2, token = tile * 8 + threadIdx.x % 4 * 2 + i % 2;
-                visit(s[m_tile][tile][i], m_tile, half_idx, lane_row(m_tile, half_idx), token);
-            }
-        }
-    }
+// tanh with a relative error below 2^-18: what is capped at a large number must not lose more than the
+// logits do. Near 0, where an exponential would leave only an absolute error, by the first terms of
+// its series.
+__device__ __forceinline__ float tanh_of(float x) {
+    const float xx = x * x;
+    float series = fmaf(xx, 62.0f / 2835.0f, -17.0f / 315.0f);
+    series = fmaf(xx, series, 2.0f / 15.0f);
+    series = fmaf(xx, series, -1.0f / 3.0f);
+    series = fmaf(x * xx, series, x);
+    const float by_ex2 = 1.0f - __fdividef(2.0f, 1.0f + ex2(x * (2.0f * LOG2_E)));
+    return xx < 0.0625f ? series : by_ex2;
 }
 
 // What scores become logits with. Params: sm_scale, q_scale, k_scale, logits_soft_cap.
@@ -58,10 +51,12 @@ struct Logits {
 
     template <typename Scores, int I, int J>
     __device__ __forceinline__ void apply(Scores& s, const float (&scales)[I][J]) const {
-        each_score(s, [&](float& x, int i, int j, int, int) { x *= scales[i][j]; });
-        if (p.logits_soft_cap > 0.0f) {
+        if (p.logits_soft_cap > 0.0f) {  // both at once: fewer numbers are on their way
             const float cap = p.logits_soft_cap * LOG2_E;
-            each_score(s, [&](float& x, int, int, int, int) { x = cap * tanh_by_ex2(x); });
+            each_score(
+                s, [&](float& x, int i, int j, int, int) { x = cap * tanh_of(x * scales[i][j]); });
+        } else {
+            each_score(s, [&](float& x, int i, int j, int, int) { x *= scales[i][j]; });
         }
     }
 };

@@ -1,8 +1,7 @@
 // The two products of attention, by one warp on tensor cores: scores = q k^T and sums += weights v.
 //
-// A warp's rows are M_TILES tiles of 16, of HALVES of 8. An accumulator is
-// float[M_TILES][TILES][2 * HALVES]; lane l holds of tile m and of columns 8 * tile to 8 * tile + 7,
-// with g = l / 4 and t = l % 4,
+// A warp's rows are M_TILES tiles of 16. An accumulator is float[M_TILES][TILES][4]; lane l holds, with
+// g = l / 4 and t = l % 4,
 //
 //   [m][tile][2 * h + e] = row 16 m + 8 h + g, column 8 * tile + 2 t + e
 //
@@ -20,16 +19,30 @@ __device__ __forceinline__ int lane_row(int m_tile, int half_idx) {
     return m_tile * 16 + half_idx * 8 + threadIdx.x % WARP_SIZE / 4;
 }
 
-constexpr int HALVES = 2;
+// Calls visit(score, m_tile, half_idx, row, token) for each of this lane's scores; `token` counts from
+// the first of the step.
+template <int M_TILES, int TILES, typename Visit>
+__device__ __forceinline__ void each_score(float (&s)[M_TILES][TILES][4], Visit visit) {
+#pragma unroll
+    for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int half_idx = i / 2, token = tile * 8 + threadIdx.x % 4 * 2 + i % 2;
+                visit(s[m_tile][tile][i], m_tile, half_idx, lane_row(m_tile, half_idx), token);
+            }
+        }
+    }
+}
 
-// The queries of a warp as left operands: rows from first_row of the tile on, loaded every time that
-// they are asked for.
+// The queries of a warp as left operands: ROWS rows from first_row of the tile on.
 template <typename KV, int HEAD_DIM, int TILE_ROWS, int ROWS>
 struct QueryFragments {
     static constexpr int M_TILES = ROWS / 16, K_STEPS = HEAD_DIM / 16;
     static_assert(ROWS % 16 == 0, "rows are whole tiles of a tensor core");
 
-    using Step = uint32_t[M_TILES][2 * HALVES];  // 16 columns of all rows, for mma_m16n8k16
+    using Step = uint32_t[M_TILES][4];  // 16 columns of all rows, for mma_m16n8k16
 
     const QueryTile<KV, HEAD_DIM, TILE_ROWS>& tile;
     int first_row;
@@ -40,12 +53,12 @@ struct QueryFragments {
         for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
             if constexpr (is_fp8<KV>) {  // the order of columns of KeyOperands
 #pragma unroll
-                for (int half_idx = 0; half_idx < HALVES; ++half_idx) {
-                    const int row = first_row + m_tile * 16 + half_idx * 8 + lane_idx / 4;
+                for (int half_idx = 0; half_idx < 2; ++half_idx) {
+                    const int row = first_row + lane_row(m_tile, half_idx);
                     const uint2 pair =
                         *reinterpret_cast<const uint2*>(&tile.x[row][k_step * 16 + 4 * t]);
                     a[m_tile][half_idx] = pair.x;
-                    a[m_tile][HALVES + half_idx] = pair.y;
+                    a[m_tile][2 + half_idx] = pair.y;
                 }
             } else {
                 const int row = first_row + m_tile * 16 + lane_idx % 16;
@@ -94,10 +107,11 @@ __device__ __forceinline__ void multiply_keys(
 template <typename KV>
 __device__ __forceinline__ void pack_weights(
     uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
-    a[0] = cvt_pair<Operand<KV>>(low[0], low[1]);
-    a[1] = cvt_pair<Operand<KV>>(low[2], low[3]);
-    a[2] = cvt_pair<Operand<KV>>(high[0], high[1]);
-    a[3] = cvt_pair<Operand<KV>>(high[2], high[3]);
+#pragma unroll
+    for (int half_idx = 0; half_idx < 2; ++half_idx) {
+        a[half_idx] = cvt_pair<Operand<KV>>(low[2 * half_idx], low[2 * half_idx + 1]);
+        a[2 + half_idx] = cvt_pair<Operand<KV>>(high[2 * half_idx], high[2 * half_idx + 1]);
+    }
 }
 
 // o += s v for the values of a buffer, which begins at `values`; s are weights.

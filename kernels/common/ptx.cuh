@@ -17,15 +17,24 @@ __device__ __forceinline__ void bar_sync(int threads) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
 
+// Whether a kernel may be launched before the launches before it have ended.
+#if __CUDA_ARCH__ >= 900
+constexpr bool LAUNCHED_EARLY = true;
+#else
+constexpr bool LAUNCHED_EARLY = false;
+#endif
+
 // Waits until all launches before this one have ended and what they wrote can be read. A kernel that
-// the host launches early comes here before it reads or writes anything but its parameters.
+// the host launches early comes here before it writes anything, and before it relies on anything it
+// reads but its parameters.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next launch be placed, if it is an early one, once every CTA has come here or ended.
+// Lets the next launch be placed, if it is an early one, once a thread of every CTA has come here or
+// the CTA has ended. What it waits for is still the end of this launch.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -79,26 +88,11 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// How the L2 should treat lines: first to be evicted, or as any other.
-__device__ __forceinline__ uint64_t createpolicy_evict_first() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-__device__ __forceinline__ uint64_t createpolicy_evict_unchanged() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 // Starts a copy of 16 bytes, of which the first src_bytes are read and the others become zeros.
-__device__ __forceinline__ void cp_async_16(
-    uint32_t to_smem, const void* from, int src_bytes, uint64_t policy) {
-    asm volatile(
-        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
-        "l"(from), "r"(src_bytes), "l"(policy)
-        : "memory");
+__device__ __forceinline__ void cp_async_16(uint32_t to_smem, const void* from, int src_bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(from),
+                 "r"(src_bytes)
+                 : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit_group() {

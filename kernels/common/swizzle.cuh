@@ -40,14 +40,10 @@ __device__ __forceinline__ void zero_buffers(char (&buffers)[STAGES][BYTES]) {
 }
 
 // Starts copying row r of TOKENS, which begins at rows[r], to row r of a buffer, by a warp. A row whose
-// bit of `keys` is 0 becomes zeros and is not read. ALL: there is none.
+// bit of `keys` is 0 becomes zeros and is not read; ALL says that no bit is 0.
 template <int ROW_BYTES, bool ALL, int TOKENS>
 __device__ __forceinline__ void copy_rows(
-    char* buffer,
-    const char* const (&rows)[TOKENS],
-    int num_bytes,
-    uint32_t keys,
-    uint64_t policy) {
+    char* buffer, const char* const (&rows)[TOKENS], int num_bytes, uint32_t keys) {
     constexpr int LANES = ROW_BYTES < 512 ? ROW_BYTES / 16 : WARP_SIZE;  // of a row
     constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
     static_assert(ROW_BYTES <= 512 && WARP_SIZE % LANES == 0, "lanes share rows evenly");
@@ -71,7 +67,7 @@ __device__ __forceinline__ void copy_rows(
         for (int i = 0; i < BATCH; ++i) {
             const int row = base + i * ROWS_AT_ONCE;
             const int src_bytes = ALL || (keys >> (row + first) & 1) != 0 ? 16 : 0;
-            cp_async_16(rows_on<ROW_BYTES>(to, row), from[i], src_bytes, policy);
+            cp_async_16(rows_on<ROW_BYTES>(to, row), from[i], src_bytes);
         }
     }
 }

@@ -10,14 +10,14 @@ namespace cukv {
 
 template <int M_TILES, int FEAT_TILES>
 struct WarpState {
-    float m[M_TILES][HALVES];
-    float d[M_TILES][HALVES];
-    float o[M_TILES][FEAT_TILES][2 * HALVES];
+    float m[M_TILES][2];
+    float d[M_TILES][2];
+    float o[M_TILES][FEAT_TILES][4];
 
     __device__ __forceinline__ WarpState() : d{}, o{} {
 #pragma unroll
-        for (int i = 0; i < M_TILES * HALVES; ++i) {
-            m[i / HALVES][i % HALVES] = NO_KEY;
+        for (int i = 0; i < M_TILES * 2; ++i) {
+            m[i / 2][i % 2] = NO_KEY;
         }
     }
 
@@ -46,24 +46,21 @@ struct WarpState {
     // Turns logits, which are the scores times a positive scale, into weights relative to the row's
     // maximum, which they may raise.
     template <int TILES>
-    __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][2 * HALVES], float scale) {
+    __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][4], float scale) {
 #pragma unroll
         for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
-            float factor[HALVES];
+            float factor[2];
 #pragma unroll
-            for (int half_idx = 0; half_idx < HALVES; ++half_idx) {
+            for (int half_idx = 0; half_idx < 2; ++half_idx) {
                 factor[half_idx] = weigh_row(s[m_tile], m_tile, half_idx, scale);
             }
             // Most steps raise no maximum, and then nothing falls behind.
-            bool behind = factor[0] != 1.0f;
-            behind = behind || factor[HALVES - 1] != 1.0f;
-            if (!__any_sync(0xffffffffu, behind)) {
+            if (!__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
                 continue;
             }
 #pragma unroll
-            for (int i = 0; i < FEAT_TILES * 2 * HALVES; ++i) {
-                const int tile = i / (2 * HALVES), column = i % (2 * HALVES);
-                o[m_tile][tile][column] *= factor[column / 2];
+            for (int i = 0; i < FEAT_TILES * 4; ++i) {
+                o[m_tile][i / 4][i % 4] *= factor[i % 4 / 2];
             }
         }
     }
@@ -71,7 +68,7 @@ struct WarpState {
     // The same of one row; gives the factor by which its sums fall behind.
     template <int TILES>
     __device__ __forceinline__ float weigh_row(
-        float (&s)[TILES][2 * HALVES], int m_tile, int half_idx, float scale) {
+        float (&s)[TILES][4], int m_tile, int half_idx, float scale) {
         float m_new = NO_KEY;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {

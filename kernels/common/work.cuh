@@ -47,6 +47,18 @@ __device__ __forceinline__ Item load_item(const Item* from) {
     return __builtin_bit_cast(Item, words);
 }
 
+// The same past the L1.
+__device__ __forceinline__ Item load_item_past_l1(const Item* from) {
+    struct Words {
+        uint4 x[sizeof(Item) / 16];
+    } words;
+#pragma unroll
+    for (int i = 0; i < sizeof(Item) / 16; ++i) {
+        words.x[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
+    }
+    return __builtin_bit_cast(Item, words);
+}
+
 struct WorkList {
     Item* items;          // [max_items]
     Item* first_items;    // [num_parts] copies, so that a CTA starts with one look-up
