@@ -161,6 +161,92 @@ class PrefillTile(NamedTuple):
 
 Tile = DecodeTile | PrefillTile
 
+
+class MlaDecodeTile(NamedTuple):
+    """Geometry of one specialisation of ``mla_decode``: a step of keys is for all warps."""
+
+    ckv: Any  # dtypes of the two parts of the cache
+    kpe: Any
+    warps: int
+    aligned: bool  # latent rows are moved 16 bytes at a time
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mla_decode"
+
+    @property
+    def arch(self) -> str | None:
+        """Architecture that alone can run it."""
+        return None
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows."""
+        return 16
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step: 8 for each warp to score."""
+        return 8 * self.warps
+
+    @property
+    def round_steps(self) -> int:
+        """Steps at whose multiples a tile is cut."""
+        return 2
+
+    @property
+    def stages(self) -> int:
+        """Buffers of a step. About 150 KB on their way keep the memory of an H200 busy."""
+        if self.warps == 4:
+            return 2
+        return 5 if self.ckv in FP8 else 3
+
+    @property
+    def held(self) -> int:
+        """Steps of 16 columns of q_nope that stay in registers; of four warps they hold sums."""
+        return 16 if self.warps == 4 else 32
+
+    @property
+    def query_vector_bytes(self) -> int:
+        """Bytes that q is read by at a time, where it is aligned to them."""
+        return 4
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 2 if self.warps == 4 else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Size of ``MlaDecodeCta::Smem`` in kernels/mla_decode.cu."""
+        ring = self.stages * self.tokens * (512 * self.ckv.itemsize + 128)
+        weights, maxima = 16 * 128, 16 * self.warps * 4
+        queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
+        keys = self.stages * self.warps
+        return int(-(-(ring + weights + queries + maxima + keys + 80) // 1024) * 1024)
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``mla_decode``."""
+        return {
+            "CKV": self.ckv,
+            "KPE": self.kpe,
+            "WARPS": self.warps,
+            "STAGES": self.stages,
+            "HELD": self.held,
+            "MIN_CTAS": self.ctas_per_sm,
+            "ALIGNED": str(self.aligned).lower(),
+        }
+
+
+LatentTile = MlaDecodeTile
+
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
 
@@ -202,6 +288,27 @@ def decode_tiles() -> tuple[DecodeTile, ...]:
     return tuple(tiles)
 
 
+# Dtypes of ckv and kpe that attention takes; kpe may stay in 16 bits, where it says more.
+_LATENT_DTYPES: tuple[tuple[Any, Any], ...] = (
+    (BFLOAT16, BFLOAT16),
+    (FLOAT16, FLOAT16),
+    (FLOAT8_E4M3, BFLOAT16),
+    (FLOAT8_E4M3, FLOAT16),
+    (FLOAT8_E4M3, FLOAT8_E4M3),
+)
+
+
+@functools.cache
+def latent_tiles() -> tuple[LatentTile, ...]:
+    """Every tile of attention over latent rows, those that suit a call better before the others."""
+    tiles = []
+    for ckv, kpe in _LATENT_DTYPES:
+        # Eight warps need the shared memory of a data-centre GPU from Hopper on.
+        tiles += [MlaDecodeTile(ckv, kpe, 8, True), MlaDecodeTile(ckv, kpe, 4, True)]
+        tiles.append(MlaDecodeTile(ckv, kpe, 4, False))
+    return tuple(tiles)
+
+
 @functools.cache
 def specialisations() -> dict[str, list[dict[str, Any]]]:
     """Every specialisation that may be launched: kernel name -> its sets of template arguments."""
@@ -215,6 +322,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
+        "mla_decode": [tile.template_args for tile in latent_tiles()],
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],

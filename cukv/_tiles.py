@@ -9,7 +9,7 @@ from cukv._specialisations import decode_tiles, prefill_tiles
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._specialisations import Tile
+    from cukv._specialisations import LatentTile, Tile
 
 _SHORT_TOKENS = 2048  # of a request
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
@@ -66,7 +66,7 @@ def choose_tile(
     return tiles[0]
 
 
-def ctas_per_sm(tile: Tile, device: int) -> int:
+def ctas_per_sm(tile: Tile | LatentTile, device: int) -> int:
     """CTAs of a tile that an SM holds at a time: as many as were asked for, if they fit."""
     per_cta, per_sm = smem_limits(device)
     if tile.smem_bytes > per_cta:

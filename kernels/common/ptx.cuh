@@ -63,6 +63,13 @@ __device__ __forceinline__ int32_t atom_add_acq_rel(int32_t* counter, int32_t x)
     return before;
 }
 
+// Loads a word, and sees all that was written before the store that it finds there.
+__device__ __forceinline__ int32_t ld_acquire(const int32_t* from) {
+    int32_t x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+
 // Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need it.
 __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     uint4 x;

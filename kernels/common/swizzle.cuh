@@ -34,19 +34,21 @@ __device__ __forceinline__ void copy_rows(
     char* buffer, const char* base, int64_t offset, int num_bytes, uint32_t keys, uint64_t policy) {
     constexpr int LANES = ROW_BYTES < 512 ? ROW_BYTES / 16 : WARP_SIZE;  // of a row
     constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
-    static_assert(ROW_BYTES <= 512 && WARP_SIZE % LANES == 0, "lanes share rows evenly");
+    static_assert(WARP_SIZE % LANES == 0, "lanes share rows evenly");
+    static_assert(ROW_BYTES % (LANES * 16) == 0, "a lane has as many chunks as any other");
     const int lane_idx = threadIdx.x % WARP_SIZE;
-    const int chunk = lane_idx % LANES;
-    const bool loads = chunk * 16 < num_bytes;
     const uint32_t to = smem_address(buffer);
 #pragma unroll(UNROLL)
     for (int i = 0; i < TOKENS; i += ROWS_AT_ONCE) {
         const int row = i + lane_idx / LANES;
         const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
-        if (loads) {
-            cp_async_16(
-                to + swizzled<ROW_BYTES>(row, chunk), base + row_offset + chunk * 16,
-                (keys >> row & 1) * 16, policy);
+#pragma unroll
+        for (int chunk = lane_idx % LANES; chunk < ROW_BYTES / 16; chunk += LANES) {
+            if (chunk * 16 < num_bytes) {
+                cp_async_16(
+                    to + swizzled<ROW_BYTES>(row, chunk), base + row_offset + chunk * 16,
+                    (keys >> row & 1) * 16, policy);
+            }
         }
     }
 }

@@ -1,0 +1,277 @@
+// Attention over latent rows: what its kernels are given, and how tiles of several items end.
+//
+// All query heads share one key, [ckv, kpe] of a token, and one value, its ckv. Heads fall into
+// blocks, which the work list calls KV heads: the CTAs of all blocks walk side by side, so that a
+// token comes from memory once. The last block may be short.
+#pragma once
+#include "common/queries.cuh"
+#include "common/slots.cuh"
+
+namespace cukv {
+
+constexpr int HEAD_DIM_CKV = 512, HEAD_DIM_KPE = 64;
+constexpr int MAX_LATENT_ITEMS = 384;  // of a tile, for the registers of a merge
+
+struct LatentParams {
+    PageTable table;     // of it the page ids: lengths are the work list's
+    const char* q_nope;  // [rows, num_qo_heads, HEAD_DIM_CKV]
+    const char* q_pe;    // [rows, num_qo_heads, HEAD_DIM_KPE]
+    char* o;             // [rows, num_qo_heads, HEAD_DIM_CKV]
+    char* lse;           // [rows, num_qo_heads] float32, base 2, or null
+    WorkList work;       // its KV heads are blocks of query heads
+    Scale ckv_scale;
+    Scale kpe_scale;
+    Pages ckv;
+    Pages kpe;
+    QueryRows q_nope_rows;
+    QueryRows q_pe_rows;
+    QueryRows o_rows;
+    QueryRows lse_rows;
+    Divisor group;  // by the query heads of a block
+    int32_t num_qo_heads;
+    float sm_scale;
+    int32_t causal;
+    int32_t evict_first;  // 1: latent rows leave the L2 first
+};
+
+// A row of a tile in q, o and lse.
+struct LatentRow {
+    const LatentParams& p;
+    const PackedRow at;
+    const bool owned;  // not past the tile's rows, nor past the last head
+
+    __device__ __forceinline__
+    LatentRow(const LatentParams& p, const Item& item, int block, int row)
+        : p(p),
+          at(p.group, item, block, row),
+          owned(row < item.num_rows && at.qo_head < p.num_qo_heads) {}
+
+    // What sums are multiplied by to be outputs; 0 without a key.
+    static __device__ __forceinline__ float factor(const LatentParams& p, float d) {
+        return d > 0.0f ? p.ckv_scale.get() / d : 0.0f;
+    }
+
+    // Stores the outputs of four sums; adding 0 makes those of a row without keys +0.
+    __device__ __forceinline__ void store(const float (&sums)[4], float factor, int feat) const {
+        if (!owned) {
+            return;
+        }
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            x[i] = fmaf(sums[i], factor, 0.0f);
+        }
+        char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
+        store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
+    }
+
+    __device__ __forceinline__ void store_lse(float m, float d) const {
+        if (owned && p.lse != nullptr) {
+            *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = m + log2f(d);
+        }
+    }
+};
+
+// Which keys the rows of an item's tile see, beyond the limits of the item.
+struct LatentSight {
+    int32_t all_to;  // every row sees the tokens before this one: they need no mask
+
+    __device__ __forceinline__ LatentSight(const LatentParams& p, const Item& item)
+        : all_to(p.causal ? position(p, item, 0) + 1 : 0x7fffffff) {}
+
+    // Of the query of a row.
+    static __device__ __forceinline__ int32_t
+    position(const LatentParams& p, const Item& item, int row) {
+        return item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + row));
+    }
+
+    static __device__ __forceinline__ bool
+    sees(const LatentParams& p, const Item& item, int row, int32_t token) {
+        return !p.causal || token <= position(p, item, row);
+    }
+};
+
+// The gate of a tile of several items, behind which all of its slots are written.
+//
+// An item's CTA arrives when its slot is written, and the last one opens the gate. A CTA that has
+// nothing else to do waits there to merge its share of the tile's rows; but not for ever, since the
+// others may not be running. One that leaves says so, and then the last to arrive merges all
+// shares. A share comes out the same whoever merges it, once or twice.
+struct Gate {
+    // What a CTA that has arrived is to merge.
+    struct Ticket {
+        int32_t opening;  // of the gate, before
+        int32_t shares;   // NOT_YET: until the gate is open; else as `wait` gives it
+    };
+    static constexpr int NOT_YET = -1, NONE = 0, OWN = 1, ALL = 2;
+    static constexpr int LEFT = 1 << 16;
+    static constexpr long long PATIENCE = 1 << 16;  // clocks, several times what a merge takes
+
+    int32_t* arrivals;  // items that are done; in the high half, CTAs that have left
+    int32_t* openings;  // how often the gate was opened
+
+    __device__ __forceinline__ Gate(const WorkList& work, const Item& item, int kv_head)
+        : arrivals(work.tickets + int64_t{item.slot(0)} * work.num_kv_heads + kv_head),
+          openings(work.tickets + int64_t{item.slot(1)} * work.num_kv_heads + kv_head) {}
+
+    // By one thread, behind a barrier after the slot was written.
+    __device__ __forceinline__ Ticket arrive(int32_t num_items) const {
+        const int32_t opening = ld_acquire(openings);  // stays while this item is missing
+        const int32_t before = atom_add_acq_rel(arrivals, 1);
+        if (before % LEFT != num_items - 1) {
+            return {opening, NOT_YET};
+        }
+        *arrivals = 0;  // for the next launch
+        atom_add_acq_rel(openings, 1);
+        return {opening, before < LEFT ? OWN : ALL};
+    }
+
+    // By one thread. Which shares to merge; the slots can be read behind a barrier.
+    __device__ __forceinline__ int32_t wait(const Ticket& ticket, int32_t num_items) const {
+        if (ticket.shares != NOT_YET) {
+            return ticket.shares;
+        }
+        const long long begin = clock64();
+        while (ld_acquire(openings) == ticket.opening) {
+            if (clock64() - begin < PATIENCE) {
+                continue;
+            }
+            // Leaves, unless the last item has arrived: then the gate is about to open.
+            const int32_t found = ld_acquire(arrivals);
+            const int32_t count = found % LEFT;
+            if (count > 0 && count < num_items && atomicCAS(arrivals, found, found + LEFT) == found) {
+                return NONE;
+            }
+        }
+        return OWN;
+    }
+};
+
+// Merges shares of a tile whose slots are written: the i-th of num_items shares is an equal run of
+// vectors of four sums. THREADS threads with their own barrier `sync`.
+template <int ROWS, int THREADS, typename Sync>
+struct LatentMerge {
+    static constexpr int VECS = HEAD_DIM_CKV / 4;                // of a row
+    static constexpr int STATES = MAX_LATENT_ITEMS / WARP_SIZE;  // of a row that a lane weighs
+
+    const LatentParams& p;
+    const Item& item;
+    int block;
+    int thread_idx;
+    float* weights;  // in shared memory, [ROWS + 2 * num_items]
+    Sync sync;
+
+    // The shares that `Gate::wait` gave.
+    __device__ __forceinline__ void merge(int32_t shares) const {
+        const int32_t n = shares == Gate::ALL ? item.num_items : shares;
+        for (int32_t i = 0; i < n; ++i) {
+            const int32_t share = shares == Gate::ALL ? i : item.item_idx;
+            const int32_t total = item.num_rows * VECS;
+            const int32_t begin = total * share / item.num_items;
+            const int32_t end = total * (share + 1) / item.num_items;
+            weigh(begin, end);
+            sync();  // weights are there
+            if (end - begin <= THREADS) {
+                add_up<1, 16>(begin, end);
+            } else {
+                add_up<4, 4>(begin, end);
+            }
+            sync();  // weights have been read
+        }
+    }
+
+    // Weights of all items for each row of [begin, end), and the lse of rows that begin there.
+    // A row belongs to `width` neighbouring lanes.
+    __device__ __forceinline__ void weigh(int32_t begin, int32_t end) const {
+        const Slots<ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
+        int width = 2;
+        while (width < item.num_items && width < WARP_SIZE) {
+            width *= 2;
+        }
+        const int lane_idx = thread_idx % width;
+        const int first_row = begin / VECS;
+        for (int base = first_row; base * VECS < end; base += THREADS / width) {
+            const int row = min(base + thread_idx / width, item.num_rows - 1);
+            float2 md[STATES];
+            float m = NO_KEY;
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                const int i = lane_idx + k * width;
+                const int64_t from = slots.slot_row(i, row) * 2;
+                md[k] = i < item.num_items
+                            ? __ldcg(reinterpret_cast<const float2*>(p.work.states + from))
+                            : make_float2(NO_KEY, 0.0f);
+                m = fmaxf(m, md[k].x);
+            }
+            for (int distance = width / 2; distance > 0; distance /= 2) {
+                m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, distance));
+            }
+            const float base_m = m > NO_KEY ? m : 0.0f;
+            float d = 0.0f;
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                md[k].x = ex2(md[k].x - base_m);
+                d = fmaf(md[k].x, md[k].y, d);
+            }
+            for (int distance = width / 2; distance > 0; distance /= 2) {
+                d += __shfl_xor_sync(0xffffffffu, d, distance);
+            }
+            const float factor = LatentRow::factor(p, d);
+            if (base + thread_idx / width < item.num_rows && row * VECS < end) {
+#pragma unroll
+                for (int k = 0; k < STATES; ++k) {
+                    const int i = lane_idx + k * width;
+                    if (i < item.num_items) {
+                        weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
+                    }
+                }
+                if (lane_idx == 0 && row * VECS >= begin) {
+                    LatentRow(p, item, block, row).store_lse(m, d);
+                }
+            }
+        }
+    }
+
+    // Outputs of the vectors [begin, end): a thread has NUM of them and IN_FLIGHT items at a time.
+    template <int NUM, int IN_FLIGHT>
+    __device__ __forceinline__ void add_up(int32_t begin, int32_t end) const {
+        const Slots<ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
+        const int first_row = begin / VECS;
+        for (int base = begin + thread_idx; base < end; base += NUM * THREADS) {
+            float sums[NUM][4] = {};
+            for (int first = 0; first < item.num_items; first += IN_FLIGHT) {
+                float4 x[NUM][IN_FLIGHT];
+#pragma unroll
+                for (int i = 0; i < NUM * IN_FLIGHT; ++i) {
+                    const int vec = base + i / IN_FLIGHT * THREADS, k = first + i % IN_FLIGHT;
+                    const int64_t row = slots.slot_row(k, vec / VECS);
+                    const float* from = p.work.sums + row * HEAD_DIM_CKV + vec % VECS * 4;
+                    x[i / IN_FLIGHT][i % IN_FLIGHT] =
+                        vec < end && k < item.num_items
+                            ? __ldcg(reinterpret_cast<const float4*>(from))
+                            : float4{};
+                }
+#pragma unroll
+                for (int i = 0; i < NUM * IN_FLIGHT; ++i) {
+                    const int vec = base + i / IN_FLIGHT * THREADS, k = first + i % IN_FLIGHT;
+                    if (vec < end && k < item.num_items) {
+                        const float w = weights[(vec / VECS - first_row) * item.num_items + k];
+                        const float4 v = x[i / IN_FLIGHT][i % IN_FLIGHT];
+                        float(&sum)[4] = sums[i / IN_FLIGHT];
+                        sum[0] = fmaf(w, v.x, sum[0]), sum[1] = fmaf(w, v.y, sum[1]);
+                        sum[2] = fmaf(w, v.z, sum[2]), sum[3] = fmaf(w, v.w, sum[3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                const int vec = base + i * THREADS;
+                if (vec < end) {
+                    LatentRow(p, item, block, vec / VECS).store(sums[i], 1.0f, vec % VECS * 4);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace cukv

@@ -1,0 +1,333 @@
+// mla_decode -- attend from a few packed query rows to paged latent rows, item by item of a work list.
+//
+//   s[r, j] = sm_scale * (q_nope[r] . ckv[j] + q_pe[r] . kpe[j]), for the keys j that row r sees
+//   o[r] = sum_j softmax(s[r])[j] * ckv[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
+//
+// The query heads of a block, times the query rows of a request, are the rows of a tile of 16. A CTA
+// owns one block and one part of the work list; its warps copy a step of TOKENS keys together, some
+// steps ahead. Of a step each warp scores 8 keys, and then, with the weights of all keys, adds up
+// its share of the features.
+// Bound by HBM: the latent rows, once.
+// Host: cukv/mla.py MLAPagedCache.decode       Reference: cukv/reference.py mla_decode
+#include "common/kv_ring.cuh"
+#include "common/latent.cuh"
+#include "common/latent_queries.cuh"
+#include "common/logits.cuh"
+
+namespace cukv {
+
+using MlaDecodeParams = LatentParams;
+
+static_assert(
+    sizeof(MlaDecodeParams) == PARAMS_BYTES, "host and device disagree on the parameters");
+
+// Geometry of one specialisation, and its shared memory.
+template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD>
+struct MlaDecodeCta {
+    static constexpr int THREADS = WARPS * WARP_SIZE;
+    static constexpr int ROWS = 16, TOKENS = WARPS * 8, WARP_FEATS = HEAD_DIM_CKV / WARPS;
+    static constexpr int CKV_ROW_BYTES = HEAD_DIM_CKV * sizeof(CKV);
+    static constexpr int KPE_ROW_BYTES = 128;  // all of them, or a half in fp8
+    static constexpr int WEIGHT_ROW_BYTES = 128;
+
+    // Sums of more than 64 features leave no registers for all queries.
+    static constexpr int NOPE_STEPS = HEAD_DIM_CKV / 16, PE_STEPS = HEAD_DIM_KPE / 16;
+    using NopeQueries = HeldQueries<CKV, NOPE_STEPS, HELD>;
+    using PeQueries = HeldQueries<KPE, PE_STEPS, HELD == NOPE_STEPS ? PE_STEPS : 0>;
+
+    using Walk = StepWalk<TOKENS, WARPS, WARPS>;
+    static_assert(Walk::OWN_TOKENS == 8, "a warp copies as many keys as it scores");
+    static_assert(2 * TOKENS <= WEIGHT_ROW_BYTES, "a row of weights is of the keys of a step");
+
+    struct Buffer {
+        char ckv[TOKENS * CKV_ROW_BYTES];
+        char kpe[TOKENS * KPE_ROW_BYTES];
+    };
+
+    struct Smem {
+        alignas(1024) Buffer ring[STAGES];
+        char weights[ROWS * WEIGHT_ROW_BYTES];
+        typename NopeQueries::Rest nope_rest;
+        typename PeQueries::Rest pe_rest;
+        float maxima[ROWS][WARPS];  // of each warp's keys; at the end of an item, denominators
+        uint8_t keys[STAGES][WARPS];  // of a warp's rows of a buffer: which are keys
+        Item item;
+        Gate::Ticket tickets[2];  // of the first item and of the last, where a tile is shared
+        int32_t shares;
+    };
+    static_assert(sizeof(Buffer) >= sizeof(float) * (ROWS + 2 * MAX_LATENT_ITEMS),
+        "weights of a merge fit into the ring");
+};
+
+// Fills the ring. Every warp copies its own tokens of each step.
+template <typename Cta, typename CKV, typename KPE, bool ALIGNED>
+struct LatentLoader {
+    static constexpr int OWN = Cta::Walk::OWN_TOKENS;
+
+    const LatentParams& p;
+    typename Cta::Smem& smem;
+    typename Cta::Walk walk;
+
+    __device__ __forceinline__ LatentLoader(
+        const LatentParams& p,
+        typename Cta::Smem& smem,
+        const Item& first,
+        int32_t first_item,
+        int32_t end_item)
+        : p(p), smem(smem), walk(p.table, p.work.items, first, first_item, end_item) {}
+
+    // Starts the copies of the next step into a buffer, as one group, which is empty past the last
+    // step: whoever waits counts groups.
+    __device__ __forceinline__ void issue(int stage) {
+        if (!walk.done()) {
+            const int64_t id = walk.page.value(p.table.indices);
+            const bool has_key =
+                walk.own_token() < walk.end_token && p.ckv.has(id) && p.kpe.has(id);
+            const uint32_t votes = __ballot_sync(0xffffffffu, has_key);
+            if (threadIdx.x % WARP_SIZE == 0) {
+                smem.keys[stage][threadIdx.x / WARP_SIZE] = votes;
+            }
+            auto& buffer = smem.ring[stage];
+            copy<CKV, Cta::CKV_ROW_BYTES, HEAD_DIM_CKV>(buffer.ckv, p.ckv, id, has_key, votes);
+            copy<KPE, Cta::KPE_ROW_BYTES, HEAD_DIM_KPE>(buffer.kpe, p.kpe, id, has_key, votes);
+            walk.next();
+        }
+        cp_async_commit_group();
+    }
+
+    template <typename KV, int ROW_BYTES, int HEAD_DIM>
+    __device__ __forceinline__ void copy(
+        char* rows, const Pages& pages, int64_t id, bool has_key, uint32_t votes) {
+        char* buffer = rows + Cta::Walk::own_row() * ROW_BYTES;
+        const int64_t offset =
+            has_key ? id * pages.page_stride + walk.entry() * pages.token_stride : 0;
+        if constexpr (ALIGNED) {
+            const uint64_t policy =
+                p.evict_first ? createpolicy_evict_first() : createpolicy_evict_unchanged();
+            copy_rows<ROW_BYTES, OWN, 8>(
+                buffer, pages.base, offset, HEAD_DIM * int{sizeof(KV)}, votes, policy);
+        } else {
+            copy_elements<KV, ROW_BYTES, OWN>(buffer, pages.base, offset, HEAD_DIM, votes);
+        }
+    }
+};
+
+// s = q k^T for the 8 keys at `keys`. Products that all add to one sum would wait for each other:
+// there are CHAINS sums.
+template <int ROW_BYTES, int CHAINS, typename KV, int K_STEPS, int HELD>
+__device__ __forceinline__ void multiply_latent_keys(
+    float (&s)[4], const HeldQueries<KV, K_STEPS, HELD>& queries, uint32_t keys) {
+    using Chunks = KeyChunks<KV>;
+    float part[CHAINS][4] = {};
+#pragma unroll
+    for (int i = 0; i < K_STEPS / Chunks::K_STEPS; ++i) {
+        Chunks b;
+        b.template load<ROW_BYTES>(keys, i);
+#pragma unroll
+        for (int j = 0; j < Chunks::K_STEPS; ++j) {
+            const int k_step = i * Chunks::K_STEPS + j;
+            const OperandPair pair = b[j];
+            uint32_t a[4];
+            queries.get(a, k_step);
+            mma_m16n8k16<Operand<KV>>(part[k_step % CHAINS], a, pair.b0, pair.b1);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        s[i] = part[0][i];
+#pragma unroll
+        for (int chain = 1; chain < CHAINS; ++chain) {
+            s[i] += part[chain][i];
+        }
+    }
+}
+
+template <
+    typename CKV,
+    typename KPE,
+    int WARPS,
+    int STAGES,
+    int HELD,
+    int MIN_CTAS,
+    bool ALIGNED>
+__global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
+    mla_decode(const __grid_constant__ MlaDecodeParams p) {
+    using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD>;
+    constexpr int ROWS = Cta::ROWS, TOKENS = Cta::TOKENS, FEATS = Cta::WARP_FEATS;
+    extern __shared__ __align__(1024) char smem_bytes[];
+    auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
+    const int warp_idx = threadIdx.x / WARP_SIZE, lane_idx = threadIdx.x % WARP_SIZE;
+
+    // 1 the CTA's part, and its first keys on their way
+    const int block = blockIdx.x % p.work.num_kv_heads;
+    const int part = blockIdx.x / p.work.num_kv_heads;
+    griddepcontrol_wait();
+    const Item first = load_item(p.work.first_items + part);
+    const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
+    if (first_item >= end_item) {
+        return;
+    }
+    LatentLoader<Cta, CKV, KPE, ALIGNED> loader(p, smem, first, first_item, end_item);
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        loader.issue(stage);
+    }
+
+    const float scale = p.sm_scale * LOG2_E;
+    const Item& item = smem.item;
+    int stage = 0;
+#pragma unroll 1
+    for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
+        // 2 queries
+        if (threadIdx.x == 0) {
+            smem.item = item_idx == first_item ? first : load_item(p.work.items + item_idx);
+        }
+        __syncthreads();  // the item is there
+        const int row = lane_row(0, 0);  // and row + 8
+        const LatentRow rows[2] = {{p, item, block, row}, {p, item, block, row + 8}};
+        const LatentQueries<KPE, Cta::PE_STEPS> all_pe(p.q_pe, p.q_pe_rows, rows);
+        const typename Cta::PeQueries q_pe(all_pe, smem.pe_rest, warp_idx == 0);
+        const LatentQueries<CKV, Cta::NOPE_STEPS> all_nope(p.q_nope, p.q_nope_rows, rows);
+        const typename Cta::NopeQueries q_nope(all_nope, smem.nope_rest, warp_idx == 0);
+        float nope_scales[2], pe_scales[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            nope_scales[i] = scale * p.ckv_scale.get() * all_nope.factor[i];
+            pe_scales[i] = scale * p.kpe_scale.get() * all_pe.factor[i];
+        }
+
+        // 3 steps
+        const LatentSight sight(p, item);
+        LatentState<FEATS / 8> warp;
+        const int32_t first_token = item.first_token, end_token = item.end_token;
+#pragma unroll 1
+        for (int32_t step_token = first_token; step_token < end_token; step_token += TOKENS) {
+            cp_async_wait_group<STAGES - 2>();
+            __syncthreads();  // all copies have landed, and the buffer before has been read
+            loader.issue(stage == 0 ? STAGES - 1 : stage - 1);
+
+            // Logits of the warp's own keys.
+            const auto& buffer = smem.ring[stage];
+            float s[1][1][4], s_pe[4];
+            const uint32_t ckv = smem_address(buffer.ckv), kpe = smem_address(buffer.kpe);
+            const int own = warp_idx * 8;  // first of the warp's own keys
+            multiply_latent_keys<Cta::CKV_ROW_BYTES, 4>(
+                s[0][0], q_nope, ckv + own * Cta::CKV_ROW_BYTES);
+            multiply_latent_keys<Cta::KPE_ROW_BYTES, 1>(
+                s_pe, q_pe, kpe + own * Cta::KPE_ROW_BYTES);
+            each_score(s, [&](float& x, int, int half_idx, int token) {
+                const float pe = s_pe[half_idx * 2 + token % 2] * pe_scales[half_idx];
+                x = fmaf(x, nope_scales[half_idx], pe);
+            });
+            const uint32_t keys = smem.keys[stage][warp_idx];
+            const int32_t token = step_token + own;
+            const bool rows_differ = token + 8 > sight.all_to;
+            if (keys != 0xff || rows_differ) {
+                each_score(s, [&](float& x, int, int half_idx, int local) {
+                    const bool seen =
+                        (keys >> local & 1) &&
+                        LatentSight::sees(p, item, row + half_idx * 8, token + local);
+                    x = seen ? x : NO_KEY;
+                });
+            }
+
+            // The rows' maxima over all keys of the step.
+            float maxima[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                maxima[i] = row_maximum(s[0][0], i);
+                if (lane_idx % 4 == 0) {
+                    smem.maxima[row + i * 8][warp_idx] = maxima[i];
+                }
+            }
+            __syncthreads();  // maxima are there
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int j = 0; j < WARPS; ++j) {
+                    maxima[i] = fmaxf(maxima[i], smem.maxima[row + i * 8][j]);
+                }
+            }
+            warp.weigh(s[0][0], maxima);
+
+            // Weights of all keys of the step, times their values.
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                char* to = smem.weights + swizzled<Cta::WEIGHT_ROW_BYTES>(row + i * 8, warp_idx);
+                *reinterpret_cast<uint32_t*>(to + lane_idx % 4 * 4) =
+                    cvt_pair<Operand<CKV>>(s[0][0][2 * i], s[0][0][2 * i + 1]);
+            }
+            __syncthreads();  // weights are there
+            multiply_latent_values<CKV, Cta::CKV_ROW_BYTES, TOKENS>(
+                warp.o[0], smem_address(smem.weights), ckv, warp_idx * FEATS / 8);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        if (item_idx + 1 == end_item) {
+            griddepcontrol_launch_dependents();
+        }
+
+        // 4 the result, or a slot's state if the tile has other items
+        float d[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float own_d = warp.whole_d(0, i);
+            if (lane_idx % 4 == 0) {
+                smem.maxima[row + i * 8][warp_idx] = own_d;
+            }
+        }
+        __syncthreads();  // denominators are there
+        const bool whole = item.first_slot < 0;
+        const Slots<ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            d[i] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < WARPS; ++j) {
+                d[i] += smem.maxima[row + i * 8][j];
+            }
+            const LatentRow to(p, item, block, row + i * 8);
+            const float factor = LatentRow::factor(p, d[i]);
+            if (warp_idx == 0 && lane_idx % 4 == 0) {
+                if (whole) {
+                    to.store_lse(warp.m[0][i], d[i]);
+                } else {
+                    slots.store_state(warp.m[0][i], d[i], row + i * 8);
+                }
+            }
+            warp.template each_vector<CKV>(0, i, [&](const float (&sums)[4], int feat) {
+                feat += warp_idx * FEATS;
+                if (whole) {
+                    to.store(sums, factor, feat);
+                } else {
+                    slots.store_sums(sums, row + i * 8, feat);
+                }
+            });
+        }
+        __syncthreads();  // the slot is written, the item and the denominators have been read
+        if (!whole && item.num_rows > 0 && threadIdx.x == 0) {
+            smem.tickets[item_idx > first_item] =
+                Gate(p.work, item, block).arrive(item.num_items);
+        }
+    }
+
+    // 5 shares of the tiles that other CTAs work on too: only the first and the last item's
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+        const int32_t item_idx = i == 0 ? first_item : end_item - 1;
+        __syncthreads();  // the item before has been read
+        if (threadIdx.x == 0) {
+            smem.item = load_item(p.work.items + item_idx);
+            const bool shared = item.first_slot >= 0 && item.num_rows > 0 && i <= item_idx - first_item;
+            smem.shares = shared ? Gate(p.work, item, block).wait(smem.tickets[i], item.num_items)
+                                 : Gate::NONE;
+        }
+        __syncthreads();  // the item is there, and the slots
+        const auto sync = [] { __syncthreads(); };
+        LatentMerge<ROWS, Cta::THREADS, decltype(sync)>{
+            p, item, block, static_cast<int>(threadIdx.x), reinterpret_cast<float*>(smem.ring),
+            sync}
+            .merge(smem.shares);
+    }
+}
+
+}  // namespace cukv
