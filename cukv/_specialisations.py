@@ -213,6 +213,11 @@ class MlaDecodeTile(NamedTuple):
         return 16 if self.warps == 4 else 32
 
     @property
+    def ahead(self) -> bool:
+        """Whether steps overlap, which takes a buffer more: fp8 has more to compute per byte."""
+        return self.stages >= 5
+
+    @property
     def query_vector_bytes(self) -> int:
         """Bytes that q is read by at a time, where it is aligned to them."""
         return 4
@@ -229,7 +234,7 @@ class MlaDecodeTile(NamedTuple):
         weights, maxima = 16 * 128, 16 * self.warps * 4
         queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
         keys = self.stages * self.warps
-        return int(-(-(ring + weights + queries + maxima + keys + 80) // 1024) * 1024)
+        return int(-(-(ring + weights + queries + maxima + keys + 216) // 1024) * 1024)
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -240,12 +245,76 @@ class MlaDecodeTile(NamedTuple):
             "WARPS": self.warps,
             "STAGES": self.stages,
             "HELD": self.held,
+            "AHEAD": str(self.ahead).lower(),
             "MIN_CTAS": self.ctas_per_sm,
             "ALIGNED": str(self.aligned).lower(),
         }
 
 
-LatentTile = MlaDecodeTile
+class MlaDecodeSm90Tile(NamedTuple):
+    """Geometry of one specialisation of ``mla_decode_sm90``: two warpgroups share a tile."""
+
+    ckv: Any  # dtype of both parts of the cache
+    aligned: bool = True
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mla_decode_sm90"
+
+    @property
+    def arch(self) -> str | None:
+        """Architecture that alone can run it."""
+        return "sm_90a"
+
+    @property
+    def kpe(self) -> Any:
+        """Dtype of kpe."""
+        return self.ckv
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows."""
+        return 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: two warpgroups that compute, and four warps that load."""
+        return 384
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step."""
+        return 64
+
+    @property
+    def round_steps(self) -> int:
+        """Steps at whose multiples a tile is cut: one of each warpgroup."""
+        return 2
+
+    @property
+    def query_vector_bytes(self) -> int:
+        """Bytes that q is read by at a time, where it is aligned to them."""
+        return 16
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
+        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 18 * 8, 2 * 48 + 2 * 72
+        return int(-(-(tiles + states + barriers + items) // 1024) * 1024)
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``mla_decode_sm90``."""
+        return {"KV": self.ckv}
+
+
+LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
@@ -301,11 +370,12 @@ _LATENT_DTYPES: tuple[tuple[Any, Any], ...] = (
 @functools.cache
 def latent_tiles() -> tuple[LatentTile, ...]:
     """Every tile of attention over latent rows, those that suit a call better before the others."""
-    tiles = []
+    tiles: list[LatentTile] = []
     for ckv, kpe in _LATENT_DTYPES:
         # Eight warps need the shared memory of a data-centre GPU from Hopper on.
         tiles += [MlaDecodeTile(ckv, kpe, 8, True), MlaDecodeTile(ckv, kpe, 4, True)]
         tiles.append(MlaDecodeTile(ckv, kpe, 4, False))
+    tiles += [MlaDecodeSm90Tile(dtype) for dtype in (BFLOAT16, FLOAT16)]
     return tuple(tiles)
 
 
@@ -322,7 +392,8 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
-        "mla_decode": [tile.template_args for tile in latent_tiles()],
+        "mla_decode": [t.template_args for t in latent_tiles() if t.kernel == "mla_decode"],
+        "mla_decode_sm90": [t.template_args for t in latent_tiles() if t.kernel != "mla_decode"],
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],

@@ -22,9 +22,12 @@ static_assert(
     sizeof(MlaDecodeParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 // Geometry of one specialisation, and its shared memory.
-template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD>
+template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD, bool AHEAD>
 struct MlaDecodeCta {
     static constexpr int THREADS = WARPS * WARP_SIZE;
+    // Buffers whose copies have begun before a step, and those that may still be on their way.
+    // AHEAD: while the values of a step are added up, the keys of the next are scored too.
+    static constexpr int ISSUED = AHEAD ? STAGES - 2 : STAGES - 1, PENDING = ISSUED - 1;
     static constexpr int ROWS = 16, TOKENS = WARPS * 8, WARP_FEATS = HEAD_DIM_CKV / WARPS;
     static constexpr int CKV_ROW_BYTES = HEAD_DIM_CKV * sizeof(CKV);
     static constexpr int KPE_ROW_BYTES = 128;  // all of them, or a half in fp8
@@ -49,13 +52,13 @@ struct MlaDecodeCta {
         char weights[ROWS * WEIGHT_ROW_BYTES];
         typename NopeQueries::Rest nope_rest;
         typename PeQueries::Rest pe_rest;
-        float maxima[ROWS][WARPS];  // of each warp's keys; at the end of an item, denominators
+        float maxima[ROWS][WARPS];    // of each warp's keys; at the end of an item, denominators
         uint8_t keys[STAGES][WARPS];  // of a warp's rows of a buffer: which are keys
         Item item;
-        Gate::Ticket tickets[2];  // of the first item and of the last, where a tile is shared
-        int32_t shares;
+        Gate::Visit visits[2];  // to the gates of the tiles that other CTAs work on too
     };
-    static_assert(sizeof(Buffer) >= sizeof(float) * (ROWS + 2 * MAX_LATENT_ITEMS),
+    static_assert(
+        sizeof(Buffer) >= sizeof(float) * (ROWS + 2 * MAX_LATENT_ITEMS),
         "weights of a merge fit into the ring");
 };
 
@@ -148,11 +151,12 @@ template <
     int WARPS,
     int STAGES,
     int HELD,
+    bool AHEAD,
     int MIN_CTAS,
     bool ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     mla_decode(const __grid_constant__ MlaDecodeParams p) {
-    using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD>;
+    using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD, AHEAD>;
     constexpr int ROWS = Cta::ROWS, TOKENS = Cta::TOKENS, FEATS = Cta::WARP_FEATS;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
@@ -169,7 +173,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     }
     LatentLoader<Cta, CKV, KPE, ALIGNED> loader(p, smem, first, first_item, end_item);
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES - 1; ++stage) {
+    for (int stage = 0; stage < Cta::ISSUED; ++stage) {
         loader.issue(stage);
     }
 
@@ -181,8 +185,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         // 2 queries
         if (threadIdx.x == 0) {
             smem.item = item_idx == first_item ? first : load_item(p.work.items + item_idx);
+            smem.visits[item_idx > first_item].begin(p.work, item, block);
         }
-        __syncthreads();  // the item is there
+        __syncthreads();                 // the item is there
         const int row = lane_row(0, 0);  // and row + 8
         const LatentRow rows[2] = {{p, item, block, row}, {p, item, block, row + 8}};
         const LatentQueries<KPE, Cta::PE_STEPS> all_pe(p.q_pe, p.q_pe_rows, rows);
@@ -199,68 +204,70 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         // 3 steps
         const LatentSight sight(p, item);
         LatentState<FEATS / 8> warp;
-        const int32_t first_token = item.first_token, end_token = item.end_token;
-#pragma unroll 1
-        for (int32_t step_token = first_token; step_token < end_token; step_token += TOKENS) {
-            cp_async_wait_group<STAGES - 2>();
-            __syncthreads();  // all copies have landed, and the buffer before has been read
-            loader.issue(stage == 0 ? STAGES - 1 : stage - 1);
-
-            // Logits of the warp's own keys.
-            const auto& buffer = smem.ring[stage];
-            float s[1][1][4], s_pe[4];
-            const uint32_t ckv = smem_address(buffer.ckv), kpe = smem_address(buffer.kpe);
-            const int own = warp_idx * 8;  // first of the warp's own keys
+        float s[1][1][4];
+        // Waits for the next step's keys and makes logits of the warp's own.
+        const auto score = [&](const typename Cta::Buffer& buffer, uint8_t keys, int32_t token) {
+            const int own = warp_idx * 8;
+            float s_pe[4];
             multiply_latent_keys<Cta::CKV_ROW_BYTES, 4>(
-                s[0][0], q_nope, ckv + own * Cta::CKV_ROW_BYTES);
+                s[0][0], q_nope, smem_address(buffer.ckv) + own * Cta::CKV_ROW_BYTES);
             multiply_latent_keys<Cta::KPE_ROW_BYTES, 1>(
-                s_pe, q_pe, kpe + own * Cta::KPE_ROW_BYTES);
-            each_score(s, [&](float& x, int, int half_idx, int token) {
-                const float pe = s_pe[half_idx * 2 + token % 2] * pe_scales[half_idx];
+                s_pe, q_pe, smem_address(buffer.kpe) + own * Cta::KPE_ROW_BYTES);
+            each_score(s, [&](float& x, int, int half_idx, int column) {
+                const float pe = s_pe[half_idx * 2 + column % 2] * pe_scales[half_idx];
                 x = fmaf(x, nope_scales[half_idx], pe);
             });
-            const uint32_t keys = smem.keys[stage][warp_idx];
-            const int32_t token = step_token + own;
-            const bool rows_differ = token + 8 > sight.all_to;
-            if (keys != 0xff || rows_differ) {
+            const int32_t first = token + own;
+            if (keys != 0xff || first + 8 > sight.all_to) {
                 each_score(s, [&](float& x, int, int half_idx, int local) {
-                    const bool seen =
-                        (keys >> local & 1) &&
-                        LatentSight::sees(p, item, row + half_idx * 8, token + local);
+                    const bool seen = (keys >> local & 1) &&
+                                      LatentSight::sees(p, item, row + half_idx * 8, first + local);
                     x = seen ? x : NO_KEY;
                 });
             }
-
-            // The rows' maxima over all keys of the step.
-            float maxima[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                maxima[i] = row_maximum(s[0][0], i);
+                const float m = row_maximum(s[0][0], i);
                 if (lane_idx % 4 == 0) {
-                    smem.maxima[row + i * 8][warp_idx] = maxima[i];
+                    smem.maxima[row + i * 8][warp_idx] = m;
                 }
+            }
+        };
+        const int32_t end_token = item.end_token;
+#pragma unroll 1
+        for (int32_t token = item.first_token; token < end_token; token += TOKENS) {
+            if (!AHEAD || token == item.first_token) {
+                cp_async_wait_group<Cta::PENDING>();
+                __syncthreads();  // all copies have landed, and the buffer to fill has been read
+                loader.issue((stage + Cta::ISSUED) % STAGES);
+                score(smem.ring[stage], smem.keys[stage][warp_idx], token);
             }
             __syncthreads();  // maxima are there
+            float maxima[2] = {NO_KEY, NO_KEY};
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int j = 0; j < WARPS; ++j) {
-                    maxima[i] = fmaxf(maxima[i], smem.maxima[row + i * 8][j]);
-                }
+            for (int i = 0; i < 2 * WARPS; ++i) {
+                maxima[i % 2] = fmaxf(maxima[i % 2], smem.maxima[row + i % 2 * 8][i / 2]);
             }
             warp.weigh(s[0][0], maxima);
-
-            // Weights of all keys of the step, times their values.
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 char* to = smem.weights + swizzled<Cta::WEIGHT_ROW_BYTES>(row + i * 8, warp_idx);
                 *reinterpret_cast<uint32_t*>(to + lane_idx % 4 * 4) =
                     cvt_pair<Operand<CKV>>(s[0][0][2 * i], s[0][0][2 * i + 1]);
             }
-            __syncthreads();  // weights are there
+            const int next = (stage + 1) % STAGES;
+            if constexpr (AHEAD) {
+                cp_async_wait_group<Cta::PENDING>();
+            }
+            __syncthreads();  // weights are there, and the next step's keys
+            if (AHEAD && token + TOKENS < end_token) {
+                loader.issue((next + Cta::ISSUED) % STAGES);
+                score(smem.ring[next], smem.keys[next][warp_idx], token + TOKENS);
+            }
             multiply_latent_values<CKV, Cta::CKV_ROW_BYTES, TOKENS>(
-                warp.o[0], smem_address(smem.weights), ckv, warp_idx * FEATS / 8);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
+                warp.o[0], smem_address(smem.weights), smem_address(smem.ring[stage].ckv),
+                warp_idx * FEATS / 8);
+            stage = next;
         }
         if (item_idx + 1 == end_item) {
             griddepcontrol_launch_dependents();
@@ -304,29 +311,24 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             });
         }
         __syncthreads();  // the slot is written, the item and the denominators have been read
-        if (!whole && item.num_rows > 0 && threadIdx.x == 0) {
-            smem.tickets[item_idx > first_item] =
-                Gate(p.work, item, block).arrive(item.num_items);
+        if (threadIdx.x == 0) {
+            smem.visits[item_idx > first_item].arrive();
         }
     }
 
     // 5 shares of the tiles that other CTAs work on too: only the first and the last item's
+    const int num_visits = min(end_item - first_item, 2);
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-        const int32_t item_idx = i == 0 ? first_item : end_item - 1;
-        __syncthreads();  // the item before has been read
+    for (int i = 0; i < num_visits; ++i) {
         if (threadIdx.x == 0) {
-            smem.item = load_item(p.work.items + item_idx);
-            const bool shared = item.first_slot >= 0 && item.num_rows > 0 && i <= item_idx - first_item;
-            smem.shares = shared ? Gate(p.work, item, block).wait(smem.tickets[i], item.num_items)
-                                 : Gate::NONE;
+            smem.visits[i].wait();
         }
-        __syncthreads();  // the item is there, and the slots
+        __syncthreads();  // the slots are there
         const auto sync = [] { __syncthreads(); };
+        float* weights = reinterpret_cast<float*>(smem.ring);
         LatentMerge<ROWS, Cta::THREADS, decltype(sync)>{
-            p, item, block, static_cast<int>(threadIdx.x), reinterpret_cast<float*>(smem.ring),
-            sync}
-            .merge(smem.shares);
+            p, smem.visits[i].item, block, static_cast<int>(threadIdx.x), weights, sync}
+            .merge(smem.visits[i].shares);
     }
 }
 

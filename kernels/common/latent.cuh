@@ -85,8 +85,8 @@ struct LatentSight {
         return item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + row));
     }
 
-    static __device__ __forceinline__ bool
-    sees(const LatentParams& p, const Item& item, int row, int32_t token) {
+    static __device__ __forceinline__ bool sees(
+        const LatentParams& p, const Item& item, int row, int32_t token) {
         return !p.causal || token <= position(p, item, row);
     }
 };
@@ -98,52 +98,67 @@ struct LatentSight {
 // others may not be running. One that leaves says so, and then the last to arrive merges all
 // shares. A share comes out the same whoever merges it, once or twice.
 struct Gate {
-    // What a CTA that has arrived is to merge.
-    struct Ticket {
-        int32_t opening;  // of the gate, before
-        int32_t shares;   // NOT_YET: until the gate is open; else as `wait` gives it
-    };
-    static constexpr int NOT_YET = -1, NONE = 0, OWN = 1, ALL = 2;
     static constexpr int LEFT = 1 << 16;
-    static constexpr long long PATIENCE = 1 << 16;  // clocks, several times what a merge takes
+    static constexpr long long PATIENCE = 1 << 16;      // clocks, several times what a merge takes
+    enum Shares : int32_t { NONE, OWN, ALL, NOT_YET };  // of a tile, for a CTA to merge
 
     int32_t* arrivals;  // items that are done; in the high half, CTAs that have left
     int32_t* openings;  // how often the gate was opened
 
-    __device__ __forceinline__ Gate(const WorkList& work, const Item& item, int kv_head)
-        : arrivals(work.tickets + int64_t{item.slot(0)} * work.num_kv_heads + kv_head),
-          openings(work.tickets + int64_t{item.slot(1)} * work.num_kv_heads + kv_head) {}
+    // A CTA's way through the gate of its item's tile, in shared memory; one thread goes it.
+    struct Visit;
+};
 
-    // By one thread, behind a barrier after the slot was written.
-    __device__ __forceinline__ Ticket arrive(int32_t num_items) const {
-        const int32_t opening = ld_acquire(openings);  // stays while this item is missing
-        const int32_t before = atom_add_acq_rel(arrivals, 1);
-        if (before % LEFT != num_items - 1) {
-            return {opening, NOT_YET};
+struct Gate::Visit {
+    Gate gate;
+    Item item;
+    int32_t opening;  // how often the gate was opened before
+    Shares shares;
+
+    // With the item. What it looks up stays the same as long as this item is missing.
+    __device__ __forceinline__ void begin(const WorkList& work, const Item& of, int kv_head) {
+        item = of;
+        shares = NONE;
+        if (item.first_slot >= 0 && item.num_rows > 0) {
+            shares = NOT_YET;
+            gate.arrivals = work.tickets + int64_t{item.slot(0)} * work.num_kv_heads + kv_head;
+            gate.openings = work.tickets + int64_t{item.slot(1)} * work.num_kv_heads + kv_head;
+            opening = ld_acquire(gate.openings);
         }
-        *arrivals = 0;  // for the next launch
-        atom_add_acq_rel(openings, 1);
-        return {opening, before < LEFT ? OWN : ALL};
     }
 
-    // By one thread. Which shares to merge; the slots can be read behind a barrier.
-    __device__ __forceinline__ int32_t wait(const Ticket& ticket, int32_t num_items) const {
-        if (ticket.shares != NOT_YET) {
-            return ticket.shares;
+    // Behind a barrier after the slot was written.
+    __device__ __forceinline__ void arrive() {
+        if (shares == NONE) {
+            return;
+        }
+        const int32_t before = atom_add_acq_rel(gate.arrivals, 1);
+        if (before % LEFT == item.num_items - 1) {
+            *gate.arrivals = 0;  // for the next launch
+            atom_add_acq_rel(gate.openings, 1);
+            shares = before < LEFT ? OWN : ALL;
+        }
+    }
+
+    // Settles which shares to merge; their slots can be read behind a barrier.
+    __device__ __forceinline__ void wait() {
+        if (shares != NOT_YET) {
+            return;
         }
         const long long begin = clock64();
-        while (ld_acquire(openings) == ticket.opening) {
+        while (ld_acquire(gate.openings) == opening) {
             if (clock64() - begin < PATIENCE) {
                 continue;
             }
             // Leaves, unless the last item has arrived: then the gate is about to open.
-            const int32_t found = ld_acquire(arrivals);
-            const int32_t count = found % LEFT;
-            if (count > 0 && count < num_items && atomicCAS(arrivals, found, found + LEFT) == found) {
-                return NONE;
+            const int32_t found = ld_acquire(gate.arrivals), count = found % LEFT;
+            if (count > 0 && count < item.num_items &&
+                atomicCAS(gate.arrivals, found, found + LEFT) == found) {
+                shares = NONE;
+                return;
             }
         }
-        return OWN;
+        shares = OWN;
     }
 };
 
@@ -161,9 +176,8 @@ struct LatentMerge {
     float* weights;  // in shared memory, [ROWS + 2 * num_items]
     Sync sync;
 
-    // The shares that `Gate::wait` gave.
-    __device__ __forceinline__ void merge(int32_t shares) const {
-        const int32_t n = shares == Gate::ALL ? item.num_items : shares;
+    __device__ __forceinline__ void merge(Gate::Shares shares) const {
+        const int32_t n = shares == Gate::ALL ? item.num_items : shares == Gate::OWN;
         for (int32_t i = 0; i < n; ++i) {
             const int32_t share = shares == Gate::ALL ? i : item.item_idx;
             const int32_t total = item.num_rows * VECS;
@@ -257,7 +271,7 @@ struct LatentMerge {
                     if (vec < end && k < item.num_items) {
                         const float w = weights[(vec / VECS - first_row) * item.num_items + k];
                         const float4 v = x[i / IN_FLIGHT][i % IN_FLIGHT];
-                        float(&sum)[4] = sums[i / IN_FLIGHT];
+                        float (&sum)[4] = sums[i / IN_FLIGHT];
                         sum[0] = fmaf(w, v.x, sum[0]), sum[1] = fmaf(w, v.y, sum[1]);
                         sum[2] = fmaf(w, v.z, sum[2]), sum[3] = fmaf(w, v.w, sum[3]);
                     }

@@ -8,16 +8,6 @@
 
 namespace cukv {
 
-// Two neighbouring elements of 8 or 16 bits, in the low bits.
-__device__ __forceinline__ uint32_t load_pair(const char* from, bool wide, bool aligned) {
-    const auto* bytes = reinterpret_cast<const uint8_t*>(from);
-    const auto* halves = reinterpret_cast<const uint16_t*>(from);
-    if (aligned) {
-        return wide ? *reinterpret_cast<const uint32_t*>(from) : halves[0];
-    }
-    return wide ? halves[0] | uint32_t{halves[1]} << 16 : bytes[0] | uint32_t{bytes[1]} << 8;
-}
-
 // A pair of halves as floats.
 __device__ __forceinline__ float2 floats_of_halves(uint32_t pair) {
     return make_float2(
@@ -36,24 +26,40 @@ struct LatentQueries {
     uint32_t a[K_STEPS][4];
     float factor[2];  // of fp8 caches: what was divided out of rows l / 4 and l / 4 + 8
 
+    // Rows that are not the tile's come out as any others: nothing of them is kept.
     __device__ __forceinline__
     LatentQueries(const char* q, const QueryRows& layout, const LatentRow (&rows)[2]) {
-        const bool wide = layout.kind <= KIND_BFLOAT16, aligned = layout.aligned;
-        const int t = threadIdx.x % 4;
+        const char* from[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const char* from = q + layout.offset(rows[i].at);
-#pragma unroll
-            for (int j = 0; j < 2 * K_STEPS; ++j) {
-                // The order of columns of common/operands.cuh.
-                const int column =
-                    j / 2 * 16 + (is_fp8<KV> ? 4 * t + j % 2 * 2 : 2 * t + j % 2 * 8);
-                const char* pair = from + (wide ? 2 * column : column);
-                a[j / 2][i + j % 2 * 2] = rows[i].owned ? load_pair(pair, wide, aligned) : 0;
-            }
+            from[i] = q + (rows[i].owned ? layout.offset(rows[i].at) : 0);
             factor[i] = 1.0f;
         }
+        // Outside of the loops, so that all loads are on their way before the first is waited for.
+        if (layout.kind > KIND_BFLOAT16) {
+            load<1, uint8_t>(from);
+        } else if (layout.aligned) {
+            load<2, uint32_t>(from);
+        } else {
+            load<2, uint16_t>(from);
+        }
         convert(layout.kind);
+    }
+
+    // Pairs of elements of BYTES bytes, in the order of columns of common/operands.cuh.
+    template <int BYTES, typename Word>
+    __device__ __forceinline__ void load(const char* const (&from)[2]) {
+        const int t = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < 4 * K_STEPS; ++i) {
+            const int k_step = i / 4, pair = i % 4 / 2;
+            const int column = k_step * 16 + (is_fp8<KV> ? 4 * t + 2 * pair : 2 * t + 8 * pair);
+            const Word* words = reinterpret_cast<const Word*>(from[i % 2] + column * BYTES);
+            a[k_step][i % 4] = words[0];
+            if constexpr (sizeof(Word) < 2 * BYTES) {
+                a[k_step][i % 4] |= uint32_t{words[1]} << 8 * BYTES;
+            }
+        }
     }
 
     // From the queries' dtype to operands. Two bytes of fp8 become two halves first.
