@@ -23,6 +23,7 @@ from cukv._attention import (
 from cukv._check import match, match_dtype, match_index, match_rows
 from cukv._index import UNIT_SCALE, as_index, host_scale, pack_divisor, pack_scale
 from cukv._kernels import BoundLaunch, arch_of, kernel, num_sms
+from cukv._latent_maps import NO_MAPS, can_be_mapped, latent_maps
 from cukv._launches import (
     AS_GIVEN,
     PlanKind,
@@ -33,7 +34,7 @@ from cukv._launches import (
     work_of_call,
 )
 from cukv._plan import Cut, Plan, WorkSizes
-from cukv._specialisations import latent_tiles
+from cukv._specialisations import MlaDecodeSm90Tile, latent_tiles, runs_on
 from cukv._tiles import ctas_per_sm
 
 if TYPE_CHECKING:
@@ -134,12 +135,13 @@ def _kinds_of(*_geometry: Any) -> dict[tuple[Any, ...], PlanKind]:
 class LatentAttention:
     """Attention over one latent cache, by the kernel whose tiles suit a call."""
 
-    __slots__ = ("_aligned", "_kinds", "_launches", "_pages")
+    __slots__ = ("_aligned", "_kinds", "_launches", "_mapped", "_pages")
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
         ckv, kpe = pages
         self._aligned = ckv.alignment == kpe.alignment == 16
+        self._mapped = can_be_mapped(pages)
         shapes = ckv.array.shape[1:], kpe.array.shape[1:]
         self._kinds = _kinds_of(shapes, ckv.dtype, kpe.dtype, ckv.device, self._aligned)
         # Launches do not depend on the number of pages, which changes from step to step.
@@ -192,6 +194,7 @@ class LatentAttention:
             step_tokens=tile.tokens,
             round_steps=tile.round_steps,
             num_parts=self._num_parts(tile, num_blocks),
+            cut_cost=tile.cut_cost,
         )
         return tile, WorkSizes(
             cut,
@@ -227,7 +230,7 @@ class LatentAttention:
             tile
             for tile in tiles
             if tile.aligned == self._aligned
-            and tile.arch in (None, arch)
+            and runs_on(tile.kernel, arch)
             and ctas_per_sm(tile, ckv.device)
         ]
         if not tiles:
@@ -337,6 +340,10 @@ class LatentAttention:
         heads = q_nope.shape[:2]
         out_dtype = output_dtype(q_nope) if out is None else out.dtype
         q_bytes = tile.query_vector_bytes
+        maps = {}
+        if isinstance(tile, MlaDecodeSm90Tile):
+            tile = tile._replace(mapped=self._mapped)  # a plan may be of other strides
+            maps = (latent_maps(self._pages) if self._mapped else NO_MAPS)._asdict()
         return kernel(tile.kernel, ckv.device, **tile.template_args).bind(
             self._num_parts(tile, num_blocks) * num_blocks,
             tile.threads,
@@ -353,6 +360,8 @@ class LatentAttention:
             sm_scale=sm_scale,
             causal=causal and qo_indptr is not None,
             evict_first=qo_indptr is None,  # rows beyond a tile read the same keys again
+            sum_unit=tile.sum_unit,
+            **maps,
         )
 
     def _tile_of_plan(self, op: str, plan: Plan, device: int) -> LatentTile:

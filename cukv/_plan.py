@@ -80,6 +80,7 @@ class Cut(NamedTuple):
     step_tokens: int  # keys of one step of a warp, a power of two
     round_steps: int  # steps that a CTA takes side by side, a power of two
     num_parts: int  # CTAs per KV head that run at a time
+    cut_cost: int = 0  # steps that tiles cut at both ends of a part cost it; 0: not known
 
 
 class WorkSizes:
@@ -157,7 +158,7 @@ class WorkSizes:
             round_bits=cut.round_steps.bit_length() - 1,
             item_cost=item_cost,
             cost_bits=max(0, most_steps.bit_length() - _COST_BITS),
-            reserved=0,
+            cut_cost=cut.cut_cost,
             fixed_item_tokens=_FIXED_ITEM_TOKENS,
             max_fixed_items=most,
             causal=causal,

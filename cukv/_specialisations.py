@@ -176,11 +176,6 @@ class MlaDecodeTile(NamedTuple):
         return "mla_decode"
 
     @property
-    def arch(self) -> str | None:
-        """Architecture that alone can run it."""
-        return None
-
-    @property
     def rows(self) -> int:
         """Packed query rows."""
         return 16
@@ -209,13 +204,23 @@ class MlaDecodeTile(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Steps of 16 columns of q_nope that stay in registers; of four warps they hold sums."""
+        """Steps of 16 columns of q_nope that stay in registers, where there is room beside sums."""
         return 16 if self.warps == 4 else 32
 
     @property
     def ahead(self) -> bool:
         """Whether steps overlap, which takes a buffer more: fp8 has more to compute per byte."""
         return self.stages >= 5
+
+    @property
+    def cut_cost(self) -> int:
+        """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
+        return 4
+
+    @property
+    def sum_unit(self) -> float:
+        """What sums are in units of: values of fp8 are read as halves of 2^-8 times their size."""
+        return 256.0 if self.ckv in FP8 else 1.0
 
     @property
     def query_vector_bytes(self) -> int:
@@ -255,17 +260,13 @@ class MlaDecodeSm90Tile(NamedTuple):
     """Geometry of one specialisation of ``mla_decode_sm90``: two warpgroups share a tile."""
 
     ckv: Any  # dtype of both parts of the cache
-    aligned: bool = True
+    mapped: bool = True  # keys come by tensor maps
+    aligned: bool = True  # latent rows are moved 16 bytes at a time
 
     @property
     def kernel(self) -> str:
         """Name of the kernel."""
         return "mla_decode_sm90"
-
-    @property
-    def arch(self) -> str | None:
-        """Architecture that alone can run it."""
-        return "sm_90a"
 
     @property
     def kpe(self) -> Any:
@@ -293,6 +294,16 @@ class MlaDecodeSm90Tile(NamedTuple):
         return 2
 
     @property
+    def cut_cost(self) -> int:
+        """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
+        return 6
+
+    @property
+    def sum_unit(self) -> float:
+        """What sums are in units of."""
+        return 1.0
+
+    @property
     def query_vector_bytes(self) -> int:
         """Bytes that q is read by at a time, where it is aligned to them."""
         return 16
@@ -305,13 +316,13 @@ class MlaDecodeSm90Tile(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
-        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 18 * 8, 2 * 48 + 2 * 72
+        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 22 * 8, 2 * 48 + 2 * 72
         return int(-(-(tiles + states + barriers + items) // 1024) * 1024)
 
     @property
     def template_args(self) -> dict[str, Any]:
         """Template arguments of ``mla_decode_sm90``."""
-        return {"KV": self.ckv}
+        return {"KV": self.ckv, "MAPPED": str(self.mapped).lower()}
 
 
 LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
@@ -375,7 +386,8 @@ def latent_tiles() -> tuple[LatentTile, ...]:
         # Eight warps need the shared memory of a data-centre GPU from Hopper on.
         tiles += [MlaDecodeTile(ckv, kpe, 8, True), MlaDecodeTile(ckv, kpe, 4, True)]
         tiles.append(MlaDecodeTile(ckv, kpe, 4, False))
-    tiles += [MlaDecodeSm90Tile(dtype) for dtype in (BFLOAT16, FLOAT16)]
+    for dtype in (BFLOAT16, FLOAT16):
+        tiles += [MlaDecodeSm90Tile(dtype, mapped) for mapped in (True, False)]
     return tuple(tiles)
 
 
@@ -408,3 +420,8 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "slot_mapping": [{}],
         "token_indptr": [{}],
     }
+
+
+def runs_on(name: str, arch: str) -> bool:
+    """Tell whether an architecture has a kernel's instructions; its name says if only one has."""
+    return "_sm90" not in name or arch == "sm_90a"

@@ -19,7 +19,7 @@
 
 namespace cukv {
 
-using MlaDecodeSm90Params = LatentParams;
+using MlaDecodeSm90Params = LatentSm90Params;
 
 static_assert(
     sizeof(MlaDecodeSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
@@ -59,7 +59,7 @@ struct LatentConsumer {
     // Starts scoring the columns of one block of the own tile.
     __device__ __forceinline__ void score_block(int block) {
         if (block % 2 == 0 && block != KPE_BLOCK) {
-            mbarrier_wait(smem.full[group][block / 4][block / 2 % 2], parity);
+            mbarrier_try_wait(smem.full[group][block / 4][block / 2 % 2], parity);
         }
         const uint64_t q = wgmma_descriptor(smem_address(smem.q[block]), 16, 1024);
         const uint64_t k = wgmma_descriptor(smem_address(smem.tiles[group][block]), 16, 1024);
@@ -157,7 +157,7 @@ struct LatentConsumer {
 
     // Waits for the other warpgroup's weights and takes over its maxima.
     __device__ __forceinline__ void receive() {
-        mbarrier_wait(smem.weights_full[group ^ 1], w_parity);
+        mbarrier_try_wait(smem.weights_full[group ^ 1], w_parity);
         w_parity ^= 1;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -353,7 +353,7 @@ struct LatentConsumer {
     __device__ __forceinline__ void run(int block, int32_t first_item, int32_t end_item) {
         for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
             const int turn = item_idx - first_item & 1;
-            mbarrier_wait(smem.q_full, turn);
+            mbarrier_try_wait(smem.q_full, turn);
             const Item& item = smem.items[turn];
             const int32_t steps =
                 (item.end_token - item.first_token + LATENT_TOKENS - 1) / LATENT_TOKENS;
@@ -401,7 +401,7 @@ struct LatentConsumer {
     }
 };
 
-template <typename KV>
+template <typename KV, bool MAPPED>
 __global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
     mla_decode_sm90(const __grid_constant__ MlaDecodeSm90Params p) {
     extern __shared__ __align__(1024) char smem_bytes[];
@@ -417,12 +417,12 @@ __global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
     // From one lane, so that the compiler knows: a warp takes one branch.
     const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
     if (warp_idx < NUM_CONSUMERS / WARP_SIZE) {
-        setmaxnreg_inc<232>();
+        setmaxnreg_inc<224>();
         LatentConsumer<KV> consumer(p, smem, warp_idx);
         consumer.run(block, first_item, end_item);
     } else {
-        setmaxnreg_dec<40>();
-        LatentProducer<KV> producer(p, smem, warp_idx - NUM_CONSUMERS / WARP_SIZE);
+        setmaxnreg_dec<56>();
+        LatentProducer<KV, MAPPED> producer(p, smem, warp_idx - NUM_CONSUMERS / WARP_SIZE);
         producer.run(block, first_item, end_item);
     }
 }

@@ -5,7 +5,8 @@
 //   part g begins where the sum of costs reaches g * share, moved to a whole round of steps
 //
 // So every part has an equal share, and a tile is cut only where a part begins inside it: item
-// (tile, part) is items[tile + part]. With fixed_item_tokens a tile is cut at multiples of it
+// (tile, part) is items[tile + part]. Where parts of as many whole tiles take no longer than parts of
+// an even share with its cuts, the share is that many tiles. With fixed_item_tokens a tile is cut at multiples of it
 // instead, whatever else is in the batch, and a part begins with the item that it falls into.
 // A thread owns a request. Every CTA sums the costs of all requests before its own by itself, so
 // that CTAs need not wait for each other. Bound by latency.
@@ -28,7 +29,7 @@ struct PlanParams {
     int32_t round_bits;  // log2 of the steps that a CTA's warps take side by side
     int32_t item_cost;   // steps that an item costs beside its keys
     int32_t cost_bits;   // log2 of the steps of a unit of cost
-    int32_t reserved;
+    int32_t cut_cost;    // steps that tiles cut at both ends of a part cost it; 0: not known
     int32_t fixed_item_tokens;  // where items are fixed
     int32_t max_fixed_items;    // of a request, where items are fixed
     int32_t causal;
@@ -135,12 +136,15 @@ struct FixedItems {
 template <bool ONE_TILE, bool FIXED>
 struct Taken {
     int64_t cost = 0;
+    int32_t largest = 0;  // of a tile; of this thread's only
     int64_t tiles = 0;
     int64_t fixed_items = 0;
     int64_t fixed_slots = 0;
 
     __device__ __forceinline__ void add(const PlanParams& p, const Tile& tile, int32_t num_tiles) {
-        cost += tile.cost(p);
+        const int32_t own_cost = tile.cost(p);
+        cost += own_cost;
+        largest = max(largest, own_cost);
         tiles += 1;
         if constexpr (FIXED) {
             const int32_t num = FixedItems(p, tile, num_tiles).num;
@@ -305,6 +309,7 @@ constexpr int MAX_THREADS = 512;
 template <bool ONE_TILE, bool FIXED>
 __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ PlanParams p) {
     __shared__ ScanSmem smem;
+    __shared__ int32_t largest;  // cost of a tile of this CTA's requests
     griddepcontrol_wait();
     const int32_t batch_size = static_cast<int32_t>(p.table.batch_size);
     const int32_t num_threads = blockDim.x;
@@ -318,7 +323,14 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
     if (owned) {
         own.add(p, rows);
     }
+    if (threadIdx.x == 0) {
+        largest = 0;
+    }
     Taken<ONE_TILE, FIXED> at = own.before(p, smem, all);
+    if (p.cut_cost > 0) {
+        atomicMax(&largest, owned ? own.largest : 0);
+        __syncthreads();  // all have voted
+    }
     if (gridDim.x > 1) {
         Taken<ONE_TILE, FIXED> earlier, others, sum;  // of the CTAs before this one, of all
 #pragma unroll(ONE_TILE && !FIXED ? 4 : 1)
@@ -336,7 +348,14 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
     }
     const uint32_t parts = p.work.num_parts;
     const uint32_t even = (static_cast<uint32_t>(min(all.cost, MAX_COST)) + parts - 1) / parts;
-    const int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(p));
+    int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(p));
+    if (p.cut_cost > 0 && gridDim.x == 1) {  // of more tiles than one CTA sees, few are cut anyway
+        const int32_t num_tiles = static_cast<int32_t>(ONE_TILE ? batch_size : all.tiles);
+        const int64_t whole = int64_t{largest} * ((num_tiles + parts - 1) / parts);
+        if (whole <= share + units(p, p.cut_cost)) {
+            share = max(share, static_cast<int32_t>(whole));
+        }
+    }
     const bool dealt = all.cost <= MAX_COST;
 
     // 2 its items, and the parts that begin with them

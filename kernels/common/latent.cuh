@@ -32,6 +32,7 @@ struct LatentParams {
     float sm_scale;
     int32_t causal;
     int32_t evict_first;  // 1: latent rows leave the L2 first
+    float sum_unit;       // what sums of values are in units of, beside ckv_scale
 };
 
 // A row of a tile in q, o and lse.
@@ -48,7 +49,7 @@ struct LatentRow {
 
     // What sums are multiplied by to be outputs; 0 without a key.
     static __device__ __forceinline__ float factor(const LatentParams& p, float d) {
-        return d > 0.0f ? p.ckv_scale.get() / d : 0.0f;
+        return d > 0.0f ? p.sum_unit * p.ckv_scale.get() / d : 0.0f;
     }
 
     // Stores the outputs of four sums; adding 0 makes those of a row without keys +0.

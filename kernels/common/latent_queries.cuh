@@ -219,12 +219,35 @@ struct LatentState : WarpState<1, 2, FEAT_TILES> {
     }
 };
 
+// Values as common/operands.cuh has them, but fp8 in units of 2^-8: the bits of e4m3 moved to where a
+// half has them. That takes integer instructions, while scoring keeps the conversions busy. NaN comes
+// out as a number, which no sum sees: the same row's score is NaN too.
+template <typename KV>
+struct LatentValues : ValueOperands<KV> {
+    static_assert(!is_same<KV, fp8_e5m2>, "e5m2 has the exponent of a half");
+
+    // Of numbers in the high bytes of both halves of a word.
+    static __device__ __forceinline__ uint32_t halves_of_high_bytes(uint32_t x) {
+        return (x & 0x80008000u) | (x >> 1 & 0x3f803f80u);
+    }
+
+    __device__ __forceinline__ void get(int j, OperandPair& even, OperandPair& odd) const {
+        if constexpr (is_fp8<KV>) {
+            const uint32_t low = this->x[2 * j], high = this->x[2 * j + 1];
+            even = {halves_of_high_bytes(low << 8), halves_of_high_bytes(high << 8)};
+            odd = {halves_of_high_bytes(low), halves_of_high_bytes(high)};
+        } else {
+            ValueOperands<KV>::get(j, even, odd);
+        }
+    }
+};
+
 // o += weights v for TOKENS values of a buffer and tiles of 8 features from first_tile on; the
 // weights of 16 rows begin at `weights`, in swizzled rows of 128 bytes.
 template <typename KV, int ROW_BYTES, int TOKENS, int FEAT_TILES>
 __device__ __forceinline__ void multiply_latent_values(
     float (&o)[FEAT_TILES][4], uint32_t weights, uint32_t values, int first_tile) {
-    using Values = ValueOperands<KV>;
+    using Values = LatentValues<KV>;
     const int lane_idx = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int token = 0; token < TOKENS; token += Values::TOKENS) {

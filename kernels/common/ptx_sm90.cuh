@@ -1,18 +1,25 @@
-// PTX instructions of Hopper, one function each, named as the instruction. Compiled for sm_90a only.
+// PTX instructions that only sm_90a has, one function each, named as the instruction: barriers that
+// count bytes, copies by tensor map, products of a warpgroup (four warps, the first of them a
+// multiple of four).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 #include "common/ptx.cuh"
 
 namespace cukv {
 
-// Barriers in shared memory. A phase ends when `count` threads have arrived; parity is the phase's
-// number modulo 2, and the phase before the first counts as ended.
-__device__ __forceinline__ void mbarrier_init(uint64_t& barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)), "r"(count)
-                 : "memory");
+// How a copy finds its box in an array; the host has the driver make it (CUtensorMap of cuda.h).
+struct alignas(64) TensorMap {
+    uint8_t opaque[128];
+};
+
+// A barrier in shared memory has phases; a phase ends when `arrivals` have come and all bytes that
+// they announced have landed. Who waits names the phase by its parity: 0 for the first, then 1.
+__device__ __forceinline__ void mbarrier_init(uint64_t& barrier, int arrivals) {
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&barrier)), "r"(arrivals));
 }
 
-// Makes barriers that were initialised visible to all, before a barrier of the CTA.
+// Makes barriers that this thread has set up known to copies.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -22,52 +29,78 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
                  : "memory");
 }
 
-// Waits until the phase of this parity has ended. The loop is out of the compiler's sight, which
-// would run products around it one after the other.
-__device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, uint32_t parity) {
+// Arrives, and announces bytes that copies will bring.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t& barrier, int num_bytes) {
     asm volatile(
-        "{.reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra again;}" ::"r"(smem_address(&barrier)),
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&barrier)),
+        "r"(num_bytes)
+        : "memory");
+}
+
+// Waits for the end of a phase.
+__device__ __forceinline__ void mbarrier_try_wait(uint64_t& barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again;\n}" ::"r"(smem_address(&barrier)),
         "r"(parity)
         : "memory");
 }
 
-// Lets tensor cores read what this thread has written to shared memory, or has seen written.
+// Orders what this thread has written to shared memory before copies and products that read it.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Registers of each thread of this warpgroup from here on.
-template <int REGISTERS>
-__device__ __forceinline__ void setmaxnreg_inc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+// Starts copying the box at the given coordinates to shared memory, zeros where it leaves the array;
+// the policy is as for cp_async_16.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d(
+    uint32_t to_smem,
+    const TensorMap& map,
+    uint64_t& barrier,
+    int32_t x0,
+    int32_t x1,
+    int32_t x2,
+    int32_t x3,
+    uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_"
+        "hint "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to_smem),
+        "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(smem_address(&barrier)), "l"(policy)
+        : "memory");
 }
 
+// Gives registers of a warpgroup away, or takes what others gave, until each thread has REGISTERS.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Four 8 x 8 matrices of 16-bit elements to rows of 16 bytes at each lane's address; lane l has
-// elements 2 * (l % 4) and + 1 of row l / 4 of each.
-__device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&d)[4]) {
+template <int REGISTERS>
+__device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Four 8 x 8 matrices of 16-bit elements from where ldmatrix_x4 would put them, a row of 16 bytes to
+// each lane's address.
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
-                 "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
 }
 
-// Products of a warpgroup run by themselves: `fence` before the first and after registers of theirs
-// were written, `commit_group` behind the last, `wait_group` before their sums are read.
+// Products read registers and write them while the program goes on. Before the first of some: what
+// was done to their registers is done.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// Makes one group of the products since the last.
 __device__ __forceinline__ void wgmma_commit_group() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until all but the PENDING latest groups have ended.
+// Waits until all but the PENDING latest groups are done.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
