@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from cukv.page_table import PageTable
 
 # kernels/common/latent.cuh HEAD_DIM_CKV, HEAD_DIM_KPE and MAX_LATENT_ITEMS
-_HEAD_DIM_CKV, _HEAD_DIM_KPE, _MAX_PARTS = 512, 64, 384
+_HEAD_DIM_CKV, _HEAD_DIM_KPE, _MAX_PARTS = 512, 64, 256
 _PER_CALL = ("table", "q_nope", "q_pe", "o", "lse", "work", "ckv_scale", "kpe_scale")
 
 
@@ -360,7 +360,6 @@ class LatentAttention:
             sm_scale=sm_scale,
             causal=causal and qo_indptr is not None,
             evict_first=qo_indptr is None,  # rows beyond a tile read the same keys again
-            sum_unit=tile.sum_unit,
             **maps,
         )
 

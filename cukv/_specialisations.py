@@ -208,19 +208,9 @@ class MlaDecodeTile(NamedTuple):
         return 16 if self.warps == 4 else 32
 
     @property
-    def ahead(self) -> bool:
-        """Whether steps overlap, which takes a buffer more: fp8 has more to compute per byte."""
-        return self.stages >= 5
-
-    @property
     def cut_cost(self) -> int:
         """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
         return 4
-
-    @property
-    def sum_unit(self) -> float:
-        """What sums are in units of: values of fp8 are read as halves of 2^-8 times their size."""
-        return 256.0 if self.ckv in FP8 else 1.0
 
     @property
     def query_vector_bytes(self) -> int:
@@ -239,7 +229,7 @@ class MlaDecodeTile(NamedTuple):
         weights, maxima = 16 * 128, 16 * self.warps * 4
         queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
         keys = self.stages * self.warps
-        return int(-(-(ring + weights + queries + maxima + keys + 216) // 1024) * 1024)
+        return int(-(-(ring + weights + queries + maxima + keys + 128 + 48 + 2 * 56 + 32) // 1024) * 1024)
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -250,7 +240,6 @@ class MlaDecodeTile(NamedTuple):
             "WARPS": self.warps,
             "STAGES": self.stages,
             "HELD": self.held,
-            "AHEAD": str(self.ahead).lower(),
             "MIN_CTAS": self.ctas_per_sm,
             "ALIGNED": str(self.aligned).lower(),
         }
@@ -299,11 +288,6 @@ class MlaDecodeSm90Tile(NamedTuple):
         return 6
 
     @property
-    def sum_unit(self) -> float:
-        """What sums are in units of."""
-        return 1.0
-
-    @property
     def query_vector_bytes(self) -> int:
         """Bytes that q is read by at a time, where it is aligned to them."""
         return 16
@@ -316,7 +300,7 @@ class MlaDecodeSm90Tile(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
-        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 22 * 8, 2 * 48 + 2 * 72
+        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 22 * 8, 2 * 48 + 2 * 56
         return int(-(-(tiles + states + barriers + items) // 1024) * 1024)
 
     @property

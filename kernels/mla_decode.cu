@@ -22,12 +22,9 @@ static_assert(
     sizeof(MlaDecodeParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 // Geometry of one specialisation, and its shared memory.
-template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD, bool AHEAD>
+template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD>
 struct MlaDecodeCta {
     static constexpr int THREADS = WARPS * WARP_SIZE;
-    // Buffers whose copies have begun before a step, and those that may still be on their way.
-    // AHEAD: while the values of a step are added up, the keys of the next are scored too.
-    static constexpr int ISSUED = AHEAD ? STAGES - 2 : STAGES - 1, PENDING = ISSUED - 1;
     static constexpr int ROWS = 16, TOKENS = WARPS * 8, WARP_FEATS = HEAD_DIM_CKV / WARPS;
     static constexpr int CKV_ROW_BYTES = HEAD_DIM_CKV * sizeof(CKV);
     static constexpr int KPE_ROW_BYTES = 128;  // all of them, or a half in fp8
@@ -54,9 +51,12 @@ struct MlaDecodeCta {
         typename PeQueries::Rest pe_rest;
         float maxima[ROWS][WARPS];    // of each warp's keys; at the end of an item, denominators
         uint8_t keys[STAGES][WARPS];  // of a warp's rows of a buffer: which are keys
+        typename LatentQueryTile<CKV, KPE>::Scales scales;
         Item item;
-        Gate::Visit visits[2];  // to the gates of the tiles that other CTAs work on too
+        Gate gates[2];  // of the tiles that other CTAs work on too
     };
+    using Queries = LatentQueryTile<CKV, KPE>;
+    static_assert(sizeof(Queries) <= sizeof(Buffer), "queries come by way of a buffer");
     static_assert(
         sizeof(Buffer) >= sizeof(float) * (ROWS + 2 * MAX_LATENT_ITEMS),
         "weights of a merge fit into the ring");
@@ -124,6 +124,9 @@ __device__ __forceinline__ void multiply_latent_keys(
     float part[CHAINS][4] = {};
 #pragma unroll
     for (int i = 0; i < K_STEPS / Chunks::K_STEPS; ++i) {
+        if (is_fp8<KV> && i % 2 == 0) {
+            __syncwarp();  // keeps the compiler from loading all chunks first, and spilling
+        }
         Chunks b;
         b.template load<ROW_BYTES>(keys, i);
 #pragma unroll
@@ -145,18 +148,10 @@ __device__ __forceinline__ void multiply_latent_keys(
     }
 }
 
-template <
-    typename CKV,
-    typename KPE,
-    int WARPS,
-    int STAGES,
-    int HELD,
-    bool AHEAD,
-    int MIN_CTAS,
-    bool ALIGNED>
+template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD, int MIN_CTAS, bool ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     mla_decode(const __grid_constant__ MlaDecodeParams p) {
-    using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD, AHEAD>;
+    using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD>;
     constexpr int ROWS = Cta::ROWS, TOKENS = Cta::TOKENS, FEATS = Cta::WARP_FEATS;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
@@ -173,74 +168,80 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     }
     LatentLoader<Cta, CKV, KPE, ALIGNED> loader(p, smem, first, first_item, end_item);
 #pragma unroll 1
-    for (int stage = 0; stage < Cta::ISSUED; ++stage) {
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
         loader.issue(stage);
     }
 
-    const float scale = p.sm_scale * LOG2_E;
     const Item& item = smem.item;
     int stage = 0;
+    bool postponed = false;  // whether the copies that go with the last step have not begun
 #pragma unroll 1
     for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
-        // 2 queries
+        // 2 queries, by way of the buffer that is filled next
         if (threadIdx.x == 0) {
             smem.item = item_idx == first_item ? first : load_item(p.work.items + item_idx);
-            smem.visits[item_idx > first_item].begin(p.work, item, block);
         }
         __syncthreads();                 // the item is there
         const int row = lane_row(0, 0);  // and row + 8
-        const LatentRow rows[2] = {{p, item, block, row}, {p, item, block, row + 8}};
-        const LatentQueries<KPE, Cta::PE_STEPS> all_pe(p.q_pe, p.q_pe_rows, rows);
-        const typename Cta::PeQueries q_pe(all_pe, smem.pe_rest, warp_idx == 0);
-        const LatentQueries<CKV, Cta::NOPE_STEPS> all_nope(p.q_nope, p.q_nope_rows, rows);
-        const typename Cta::NopeQueries q_nope(all_nope, smem.nope_rest, warp_idx == 0);
-        float nope_scales[2], pe_scales[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            nope_scales[i] = scale * p.ckv_scale.get() * all_nope.factor[i];
-            pe_scales[i] = scale * p.kpe_scale.get() * all_pe.factor[i];
+        typename Cta::PeQueries q_pe(smem.pe_rest);
+        typename Cta::NopeQueries q_nope(smem.nope_rest);
+        if (item.first_token < item.end_token) {
+            const int free = (stage + STAGES - (postponed ? 2 : 1)) % STAGES;
+            auto& queries = *reinterpret_cast<typename Cta::Queries*>(&smem.ring[free]);
+            queries.template load<WARPS>(p, item, block, smem.scales);
+            __syncthreads();  // queries are there
+            q_pe.load(queries.pe, smem.pe_rest, warp_idx == 0);
+            q_nope.load(queries.nope, smem.nope_rest, warp_idx == 0);
+            if (postponed) {
+                __syncthreads();  // queries have been read
+                loader.issue(free);
+            }
+            postponed = true;
         }
 
         // 3 steps
         const LatentSight sight(p, item);
         LatentState<FEATS / 8> warp;
         float s[1][1][4];
-        // Waits for the next step's keys and makes logits of the warp's own.
-        const auto score = [&](const typename Cta::Buffer& buffer, uint8_t keys, int32_t token) {
-            const int own = warp_idx * 8;
+        const int own = warp_idx * 8;  // first of the warp's own keys
+        const int32_t end_token = item.end_token;
+#pragma unroll 1
+        for (int32_t token = item.first_token; token < end_token; token += TOKENS) {
+            cp_async_wait_group<STAGES - 2>();
+            __syncthreads();  // all copies have landed, and the buffer before has been read
+            if (token + TOKENS < end_token) {
+                loader.issue((stage + STAGES - 1) % STAGES);
+            }
+
+            // Logits of the warp's own keys.
+            const auto& buffer = smem.ring[stage];
             float s_pe[4];
             multiply_latent_keys<Cta::CKV_ROW_BYTES, 4>(
                 s[0][0], q_nope, smem_address(buffer.ckv) + own * Cta::CKV_ROW_BYTES);
             multiply_latent_keys<Cta::KPE_ROW_BYTES, 1>(
                 s_pe, q_pe, smem_address(buffer.kpe) + own * Cta::KPE_ROW_BYTES);
             each_score(s, [&](float& x, int, int half_idx, int column) {
-                const float pe = s_pe[half_idx * 2 + column % 2] * pe_scales[half_idx];
-                x = fmaf(x, nope_scales[half_idx], pe);
+                const float2 scales = smem.scales[row + half_idx * 8];
+                x = fmaf(x, scales.x, s_pe[half_idx * 2 + column % 2] * scales.y);
             });
+            const uint32_t keys = smem.keys[stage][warp_idx];
             const int32_t first = token + own;
             if (keys != 0xff || first + 8 > sight.all_to) {
                 each_score(s, [&](float& x, int, int half_idx, int local) {
-                    const bool seen = (keys >> local & 1) &&
-                                      LatentSight::sees(p, item, row + half_idx * 8, first + local);
+                    const int own_row = row + half_idx * 8;
+                    const bool seen =
+                        (keys >> local & 1) && LatentSight::sees(p, item, own_row, first + local);
                     x = seen ? x : NO_KEY;
                 });
             }
+
+            // The rows' maxima over all keys of the step.
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float m = row_maximum(s[0][0], i);
                 if (lane_idx % 4 == 0) {
                     smem.maxima[row + i * 8][warp_idx] = m;
                 }
-            }
-        };
-        const int32_t end_token = item.end_token;
-#pragma unroll 1
-        for (int32_t token = item.first_token; token < end_token; token += TOKENS) {
-            if (!AHEAD || token == item.first_token) {
-                cp_async_wait_group<Cta::PENDING>();
-                __syncthreads();  // all copies have landed, and the buffer to fill has been read
-                loader.issue((stage + Cta::ISSUED) % STAGES);
-                score(smem.ring[stage], smem.keys[stage][warp_idx], token);
             }
             __syncthreads();  // maxima are there
             float maxima[2] = {NO_KEY, NO_KEY};
@@ -255,19 +256,13 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 *reinterpret_cast<uint32_t*>(to + lane_idx % 4 * 4) =
                     cvt_pair<Operand<CKV>>(s[0][0][2 * i], s[0][0][2 * i + 1]);
             }
-            const int next = (stage + 1) % STAGES;
-            if constexpr (AHEAD) {
-                cp_async_wait_group<Cta::PENDING>();
-            }
-            __syncthreads();  // weights are there, and the next step's keys
-            if (AHEAD && token + TOKENS < end_token) {
-                loader.issue((next + Cta::ISSUED) % STAGES);
-                score(smem.ring[next], smem.keys[next][warp_idx], token + TOKENS);
-            }
+            __syncthreads();  // weights are there
+
+            // Weights of all keys of the step, times their values.
             multiply_latent_values<CKV, Cta::CKV_ROW_BYTES, TOKENS>(
-                warp.o[0], smem_address(smem.weights), smem_address(smem.ring[stage].ckv),
+                warp.o[0], smem_address(smem.weights), smem_address(buffer.ckv),
                 warp_idx * FEATS / 8);
-            stage = next;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         if (item_idx + 1 == end_item) {
             griddepcontrol_launch_dependents();
@@ -292,43 +287,46 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             for (int j = 0; j < WARPS; ++j) {
                 d[i] += smem.maxima[row + i * 8][j];
             }
-            const LatentRow to(p, item, block, row + i * 8);
-            const float factor = LatentRow::factor(p, d[i]);
-            if (warp_idx == 0 && lane_idx % 4 == 0) {
-                if (whole) {
-                    to.store_lse(warp.m[0][i], d[i]);
-                } else {
-                    slots.store_state(warp.m[0][i], d[i], row + i * 8);
-                }
+            if (warp_idx == 0 && lane_idx % 4 == 0 && !whole) {
+                slots.store_state(warp.m[0][i], d[i], row + i * 8);
             }
-            warp.template each_vector<CKV>(0, i, [&](const float (&sums)[4], int feat) {
-                feat += warp_idx * FEATS;
-                if (whole) {
-                    to.store(sums, factor, feat);
-                } else {
-                    slots.store_sums(sums, row + i * 8, feat);
+            const auto each_vector = [&](auto visit) {
+                warp.template each_vector<CKV>(0, i, [&](const float (&sums)[4], int feat) {
+                    visit(sums, warp_idx * FEATS + feat);
+                });
+            };
+            if (whole) {
+                const LatentRow to(p, item, block, row + i * 8);
+                to.store(LatentRow::factor(p, d[i]), each_vector);
+                if (warp_idx == 0 && lane_idx % 4 == 0) {
+                    to.store_lse(warp.m[0][i], d[i]);
                 }
-            });
+            } else {
+                each_vector([&](const float (&sums)[4], int feat) {
+                    slots.store_sums(sums, row + i * 8, feat);
+                });
+            }
         }
         __syncthreads();  // the slot is written, the item and the denominators have been read
         if (threadIdx.x == 0) {
-            smem.visits[item_idx > first_item].arrive();
+            smem.gates[item_idx > first_item].arrive(p.work, item, block);
         }
     }
 
     // 5 shares of the tiles that other CTAs work on too: only the first and the last item's
-    const int num_visits = min(end_item - first_item, 2);
+    const int num_gates = min(end_item - first_item, 2);
 #pragma unroll 1
-    for (int i = 0; i < num_visits; ++i) {
+    for (int i = 0; i < num_gates; ++i) {
+        auto& gate = smem.gates[i];
         if (threadIdx.x == 0) {
-            smem.visits[i].wait();
+            gate.wait(p.work, block);
         }
         __syncthreads();  // the slots are there
         const auto sync = [] { __syncthreads(); };
         float* weights = reinterpret_cast<float*>(smem.ring);
         LatentMerge<ROWS, Cta::THREADS, decltype(sync)>{
-            p, smem.visits[i].item, block, static_cast<int>(threadIdx.x), weights, sync}
-            .merge(smem.visits[i].shares);
+            p, gate.item, block, static_cast<int>(threadIdx.x), weights, sync}
+            .merge(gate.shares);
     }
 }
 

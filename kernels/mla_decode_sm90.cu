@@ -327,24 +327,29 @@ struct LatentConsumer {
         for (int h = 0; h < 2; ++h) {
             const int own_row = row + 8 * h;
             const float all = d[h] + denominators[group ^ 1][own_row];
-            const LatentRow to(p, item, block, own_row);
-            const float out_factor = LatentRow::factor(p, all);
-            if (group == 0 && threadIdx.x % 4 == 0) {
-                if (whole) {
-                    to.store_lse(m[h] > NO_KEY ? m[h] * unit : NO_KEY, all);
-                } else {
-                    slots.store_state(m[h] > NO_KEY ? m[h] * unit : NO_KEY, all, own_row);
-                }
-            }
+            const float largest = m[h] > NO_KEY ? m[h] * unit : NO_KEY;
+            const bool is_first = group == 0 && threadIdx.x % 4 == 0;
+            const auto each_vector = [&](auto visit) {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
-                float sums[4];
-                const int feat = group * 256 + i * 16 + neighbours<KV>(sums, even, even + 4);
-                if (whole) {
-                    to.store(sums, out_factor, feat);
-                } else if (to.owned) {
+                for (int i = 0; i < 16; ++i) {
+                    const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
+                    float sums[4];
+                    const int feat = i * 16 + neighbours<KV>(sums, even, even + 4);
+                    visit(sums, group * 256 + feat);
+                }
+            };
+            if (whole) {
+                const LatentRow to(p, item, block, own_row);
+                to.store(LatentRow::factor(p, all), each_vector);
+                if (is_first) {
+                    to.store_lse(largest, all);
+                }
+            } else {
+                each_vector([&](const float (&sums)[4], int feat) {
                     slots.store_sums(sums, own_row, feat);
+                });
+                if (is_first) {
+                    slots.store_state(largest, all, own_row);
                 }
             }
         }
@@ -375,28 +380,26 @@ struct LatentConsumer {
                 griddepcontrol_launch_dependents();
             }
             finish(item, block, turn);
-            if (item.first_slot >= 0) {
-                consumers_sync();  // the slot is written
-                if (threadIdx.x == 0 && item.num_rows > 0) {
-                    smem.visits[item_idx > first_item].arrive();
-                }
+            consumers_sync();  // the slot is written, if there is one
+            if (threadIdx.x == 0) {
+                smem.gates[item_idx > first_item].arrive(p.work, item, block);
             }
         }
 
         // Shares of the tiles that other CTAs work on too: only the first and the last item's.
-        const int num_visits = min(end_item - first_item, 2);
+        const int num_gates = min(end_item - first_item, 2);
 #pragma unroll 1
-        for (int i = 0; i < num_visits; ++i) {
-            consumers_sync();  // tiles have been read
+        for (int i = 0; i < num_gates; ++i) {
+            auto& gate = smem.gates[i];
             if (threadIdx.x == 0) {
-                smem.visits[i].wait();
+                gate.wait(p.work, block);
             }
-            consumers_sync();  // the slots are there
+            consumers_sync();  // the slots are there, and tiles have been read
             const auto sync = [] { consumers_sync(); };
             float* weights = reinterpret_cast<float*>(smem.tiles);
             LatentMerge<LATENT_ROWS, NUM_CONSUMERS, decltype(sync)>{
-                p, smem.visits[i].item, block, static_cast<int>(threadIdx.x), weights, sync}
-                .merge(smem.visits[i].shares);
+                p, gate.item, block, static_cast<int>(threadIdx.x), weights, sync}
+                .merge(gate.shares);
         }
     }
 };

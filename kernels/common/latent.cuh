@@ -10,7 +10,7 @@
 namespace cukv {
 
 constexpr int HEAD_DIM_CKV = 512, HEAD_DIM_KPE = 64;
-constexpr int MAX_LATENT_ITEMS = 384;  // of a tile, for the registers of a merge
+constexpr int MAX_LATENT_ITEMS = 256;  // of a tile, for the registers of a merge
 
 struct LatentParams {
     PageTable table;     // of it the page ids: lengths are the work list's
@@ -32,7 +32,6 @@ struct LatentParams {
     float sm_scale;
     int32_t causal;
     int32_t evict_first;  // 1: latent rows leave the L2 first
-    float sum_unit;       // what sums of values are in units of, beside ckv_scale
 };
 
 // A row of a tile in q, o and lse.
@@ -49,21 +48,43 @@ struct LatentRow {
 
     // What sums are multiplied by to be outputs; 0 without a key.
     static __device__ __forceinline__ float factor(const LatentParams& p, float d) {
-        return d > 0.0f ? p.sum_unit * p.ckv_scale.get() / d : 0.0f;
+        return d > 0.0f ? p.ckv_scale.get() / d : 0.0f;
     }
 
-    // Stores the outputs of four sums; adding 0 makes those of a row without keys +0.
-    __device__ __forceinline__ void store(const float (&sums)[4], float factor, int feat) const {
-        if (!owned) {
+    // Stores the outputs of many vectors of four sums: each_vector(visit) calls visit(sums, feat).
+    // The usual dtypes have a loop of their own: instructions that are read once are what short
+    // launches wait for. Adding 0 makes outputs of a row without keys +0.
+    template <typename EachVector>
+    __device__ __forceinline__ void store(float factor, EachVector each_vector) const {
+        char* to = p.o + (owned ? p.o_rows.offset(at) : 0);
+        if (p.o_rows.kind <= KIND_BFLOAT16 && p.o_rows.aligned) {
+            const bool is_half = p.o_rows.kind == KIND_HALF;
+            each_vector([&](const float (&sums)[4], int feat) {
+                float x[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    x[i] = fmaf(sums[i], factor, 0.0f);
+                }
+                const uint2 pairs = make_uint2(
+                    is_half ? cvt_pair<half>(x[0], x[1]) : cvt_pair<bfloat16>(x[0], x[1]),
+                    is_half ? cvt_pair<half>(x[2], x[3]) : cvt_pair<bfloat16>(x[2], x[3]));
+                if (owned) {
+                    *reinterpret_cast<uint2*>(to + 2 * feat) = pairs;
+                }
+            });
             return;
         }
-        float x[4];
+        const int bytes = element_bytes(p.o_rows.kind);
+        each_vector([&](const float (&sums)[4], int feat) {
+            float x[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x[i] = fmaf(sums[i], factor, 0.0f);
-        }
-        char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
-        store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
+            for (int i = 0; i < 4; ++i) {
+                x[i] = fmaf(sums[i], factor, 0.0f);
+            }
+            if (owned) {
+                store_4(to + feat * bytes, x, p.o_rows.kind, p.o_rows.aligned);
+            }
+        });
     }
 
     __device__ __forceinline__ void store_lse(float m, float d) const {
@@ -99,67 +120,51 @@ struct LatentSight {
 // others may not be running. One that leaves says so, and then the last to arrive merges all
 // shares. A share comes out the same whoever merges it, once or twice.
 struct Gate {
-    static constexpr int LEFT = 1 << 16;
-    static constexpr long long PATIENCE = 1 << 16;      // clocks, several times what a merge takes
+    static constexpr int32_t LEFT = 1 << 10;        // after which a CTA that has left counts
+    static constexpr int32_t OPENED = 1 << 20;      // how often the gate was opened, modulo 2^12
+    static constexpr long long PATIENCE = 1 << 16;  // clocks, several times what a merge takes
     enum Shares : int32_t { NONE, OWN, ALL, NOT_YET };  // of a tile, for a CTA to merge
 
-    int32_t* arrivals;  // items that are done; in the high half, CTAs that have left
-    int32_t* openings;  // how often the gate was opened
-
     // A CTA's way through the gate of its item's tile, in shared memory; one thread goes it.
-    struct Visit;
-};
-
-struct Gate::Visit {
-    Gate gate;
     Item item;
-    int32_t opening;  // how often the gate was opened before
+    int32_t opened;  // the ticket's upper bits before
     Shares shares;
 
-    // With the item. What it looks up stays the same as long as this item is missing.
-    __device__ __forceinline__ void begin(const WorkList& work, const Item& of, int kv_head) {
-        item = of;
-        shares = NONE;
-        if (item.first_slot >= 0 && item.num_rows > 0) {
-            shares = NOT_YET;
-            gate.arrivals = work.tickets + int64_t{item.slot(0)} * work.num_kv_heads + kv_head;
-            gate.openings = work.tickets + int64_t{item.slot(1)} * work.num_kv_heads + kv_head;
-            opening = ld_acquire(gate.openings);
-        }
+    // The tile's ticket: items that have arrived, CTAs that have left, openings.
+    __device__ __forceinline__ int32_t* ticket(const WorkList& work, int kv_head) const {
+        return work.tickets + int64_t{item.first_slot} * work.num_kv_heads + kv_head;
     }
 
-    // Behind a barrier after the slot was written.
-    __device__ __forceinline__ void arrive() {
-        if (shares == NONE) {
+    // Behind a barrier after the slot was written, if there is one.
+    __device__ __forceinline__ void arrive(const WorkList& work, const Item& of, int kv_head) {
+        item = of;
+        shares = NONE;
+        if (item.first_slot < 0 || item.num_rows == 0) {
             return;
         }
-        const int32_t before = atom_add_acq_rel(gate.arrivals, 1);
+        const uint32_t before = atom_add_acq_rel(ticket(work, kv_head), 1);
+        opened = before / OPENED;
+        shares = NOT_YET;
         if (before % LEFT == item.num_items - 1) {
-            *gate.arrivals = 0;  // for the next launch
-            atom_add_acq_rel(gate.openings, 1);
-            shares = before < LEFT ? OWN : ALL;
+            st_release(ticket(work, kv_head), (before / OPENED + 1) * OPENED);
+            shares = before % OPENED < LEFT ? OWN : ALL;
         }
     }
 
     // Settles which shares to merge; their slots can be read behind a barrier.
-    __device__ __forceinline__ void wait() {
-        if (shares != NOT_YET) {
-            return;
-        }
+    __device__ __forceinline__ void wait(const WorkList& work, int kv_head) {
         const long long begin = clock64();
-        while (ld_acquire(gate.openings) == opening) {
-            if (clock64() - begin < PATIENCE) {
-                continue;
-            }
-            // Leaves, unless the last item has arrived: then the gate is about to open.
-            const int32_t found = ld_acquire(gate.arrivals), count = found % LEFT;
-            if (count > 0 && count < item.num_items &&
-                atomicCAS(gate.arrivals, found, found + LEFT) == found) {
-                shares = NONE;
-                return;
+        while (shares == NOT_YET) {
+            const uint32_t found = ld_acquire(ticket(work, kv_head));
+            if (found / OPENED != opened) {
+                shares = OWN;
+            } else if (clock64() - begin > PATIENCE && found % LEFT < item.num_items) {
+                // Leaves, unless the last item arrives first: then the gate is about to open.
+                const uint32_t left = atomicCAS(
+                    reinterpret_cast<uint32_t*>(ticket(work, kv_head)), found, found + LEFT);
+                shares = left == found ? NONE : NOT_YET;
             }
         }
-        shares = OWN;
     }
 };
 
@@ -195,27 +200,32 @@ struct LatentMerge {
         }
     }
 
+    // Row 0 of the i-th item, among all rows of all slots.
+    __device__ __forceinline__ int64_t slot_row(int32_t i) const {
+        return Slots<ROWS, HEAD_DIM_CKV>{p.work, item, block}.slot_row(i, 0);
+    }
+
     // Weights of all items for each row of [begin, end), and the lse of rows that begin there.
     // A row belongs to `width` neighbouring lanes.
     __device__ __forceinline__ void weigh(int32_t begin, int32_t end) const {
-        const Slots<ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
         int width = 2;
         while (width < item.num_items && width < WARP_SIZE) {
             width *= 2;
         }
         const int lane_idx = thread_idx % width;
-        const int first_row = begin / VECS;
-        for (int base = first_row; base * VECS < end; base += THREADS / width) {
-            const int row = min(base + thread_idx / width, item.num_rows - 1);
+        const int first_row = begin / VECS, end_row = (end + VECS - 1) / VECS;
+        for (int base = first_row; base < end_row; base += THREADS / width) {
+            const int row = min(base + thread_idx / width, end_row - 1);
             float2 md[STATES];
             float m = NO_KEY;
 #pragma unroll
             for (int k = 0; k < STATES; ++k) {
                 const int i = lane_idx + k * width;
-                const int64_t from = slots.slot_row(i, row) * 2;
-                md[k] = i < item.num_items
-                            ? __ldcg(reinterpret_cast<const float2*>(p.work.states + from))
-                            : make_float2(NO_KEY, 0.0f);
+                md[k] = make_float2(NO_KEY, 0.0f);
+                if (i < item.num_items) {
+                    const float* from = p.work.states + (slot_row(i) + row) * 2;
+                    md[k] = __ldcg(reinterpret_cast<const float2*>(from));
+                }
                 m = fmaxf(m, md[k].x);
             }
             for (int distance = width / 2; distance > 0; distance /= 2) {
@@ -232,17 +242,15 @@ struct LatentMerge {
                 d += __shfl_xor_sync(0xffffffffu, d, distance);
             }
             const float factor = LatentRow::factor(p, d);
-            if (base + thread_idx / width < item.num_rows && row * VECS < end) {
 #pragma unroll
-                for (int k = 0; k < STATES; ++k) {
-                    const int i = lane_idx + k * width;
-                    if (i < item.num_items) {
-                        weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
-                    }
+            for (int k = 0; k < STATES; ++k) {
+                const int i = lane_idx + k * width;
+                if (i < item.num_items) {
+                    weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
                 }
-                if (lane_idx == 0 && row * VECS >= begin) {
-                    LatentRow(p, item, block, row).store_lse(m, d);
-                }
+            }
+            if (lane_idx == 0 && row * VECS >= begin) {
+                LatentRow(p, item, block, row).store_lse(m, d);
             }
         }
     }
@@ -250,31 +258,35 @@ struct LatentMerge {
     // Outputs of the vectors [begin, end): a thread has NUM of them and IN_FLIGHT items at a time.
     template <int NUM, int IN_FLIGHT>
     __device__ __forceinline__ void add_up(int32_t begin, int32_t end) const {
-        const Slots<ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
         const int first_row = begin / VECS;
         for (int base = begin + thread_idx; base < end; base += NUM * THREADS) {
             float sums[NUM][4] = {};
             for (int first = 0; first < item.num_items; first += IN_FLIGHT) {
-                float4 x[NUM][IN_FLIGHT];
+                float4 x[IN_FLIGHT][NUM];
 #pragma unroll
-                for (int i = 0; i < NUM * IN_FLIGHT; ++i) {
-                    const int vec = base + i / IN_FLIGHT * THREADS, k = first + i % IN_FLIGHT;
-                    const int64_t row = slots.slot_row(k, vec / VECS);
-                    const float* from = p.work.sums + row * HEAD_DIM_CKV + vec % VECS * 4;
-                    x[i / IN_FLIGHT][i % IN_FLIGHT] =
-                        vec < end && k < item.num_items
-                            ? __ldcg(reinterpret_cast<const float4*>(from))
-                            : float4{};
+                for (int k = 0; k < IN_FLIGHT; ++k) {
+                    const int item_idx = min(first + k, item.num_items - 1);
+                    const float* from = p.work.sums + slot_row(item_idx) * HEAD_DIM_CKV;
+#pragma unroll
+                    for (int i = 0; i < NUM; ++i) {
+                        const int vec = base + i * THREADS;
+                        x[k][i] = float4{};
+                        if (vec < end && first + k < item.num_items) {
+                            x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + vec * 4));
+                        }
+                    }
                 }
 #pragma unroll
-                for (int i = 0; i < NUM * IN_FLIGHT; ++i) {
-                    const int vec = base + i / IN_FLIGHT * THREADS, k = first + i % IN_FLIGHT;
-                    if (vec < end && k < item.num_items) {
-                        const float w = weights[(vec / VECS - first_row) * item.num_items + k];
-                        const float4 v = x[i / IN_FLIGHT][i % IN_FLIGHT];
-                        float (&sum)[4] = sums[i / IN_FLIGHT];
-                        sum[0] = fmaf(w, v.x, sum[0]), sum[1] = fmaf(w, v.y, sum[1]);
-                        sum[2] = fmaf(w, v.z, sum[2]), sum[3] = fmaf(w, v.w, sum[3]);
+                for (int k = 0; k < IN_FLIGHT; ++k) {
+#pragma unroll
+                    for (int i = 0; i < NUM; ++i) {
+                        const int row = min(base + i * THREADS, end - 1) / VECS - first_row;
+                        const int item_idx = min(first + k, item.num_items - 1);
+                        const float w = weights[row * item.num_items + item_idx];
+                        sums[i][0] = fmaf(w, x[k][i].x, sums[i][0]);
+                        sums[i][1] = fmaf(w, x[k][i].y, sums[i][1]);
+                        sums[i][2] = fmaf(w, x[k][i].z, sums[i][2]);
+                        sums[i][3] = fmaf(w, x[k][i].w, sums[i][3]);
                     }
                 }
             }
@@ -282,7 +294,9 @@ struct LatentMerge {
             for (int i = 0; i < NUM; ++i) {
                 const int vec = base + i * THREADS;
                 if (vec < end) {
-                    LatentRow(p, item, block, vec / VECS).store(sums[i], 1.0f, vec % VECS * 4);
+                    LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
+                        visit(sums[i], vec % VECS * 4);
+                    });
                 }
             }
         }

@@ -8,118 +8,133 @@
 
 namespace cukv {
 
-// A pair of halves as floats.
-__device__ __forceinline__ float2 floats_of_halves(uint32_t pair) {
-    return make_float2(
-        to_float(__builtin_bit_cast(half, static_cast<uint16_t>(pair))),
-        to_float(__builtin_bit_cast(half, static_cast<uint16_t>(pair >> 16))));
-}
+// The queries of a tile of 16 rows in shared memory, as operands in swizzled rows.
+template <typename CKV, typename KPE>
+struct LatentQueryTile {
+    char nope[16 * HEAD_DIM_CKV * 2];
+    char pe[16 * HEAD_DIM_KPE * 2];
 
-// A pair of bfloat16 as floats.
-__device__ __forceinline__ float2 floats_of_bfloat16s(uint32_t pair) {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
+    // What the scores of a row are multiplied by to be logits in base 2: its two products.
+    using Scales = float2[16];
 
-// The left operands of a warp's 16 rows, K_STEPS steps of 16 columns each.
-template <typename KV, int K_STEPS>
-struct LatentQueries {
-    uint32_t a[K_STEPS][4];
-    float factor[2];  // of fp8 caches: what was divided out of rows l / 4 and l / 4 + 8
-
-    // Rows that are not the tile's come out as any others: nothing of them is kept.
-    __device__ __forceinline__
-    LatentQueries(const char* q, const QueryRows& layout, const LatentRow (&rows)[2]) {
-        const char* from[2];
+    // By WARPS warps, each some of the rows. Those past the tile's are as any others: nothing of
+    // them is kept.
+    template <int WARPS>
+    __device__ __forceinline__ void load(
+        const LatentParams& p, const Item& item, int block, Scales& scales) {
+        constexpr int ROWS = 16 / WARPS;  // of a warp
+        const int lane_idx = threadIdx.x % WARP_SIZE, first = threadIdx.x / WARP_SIZE * ROWS;
+        Query8 x[ROWS][3];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            from[i] = q + (rows[i].owned ? layout.offset(rows[i].at) : 0);
-            factor[i] = 1.0f;
+        for (int i = 0; i < ROWS; ++i) {
+            const LatentRow row(p, item, block, first + i);
+            const int nope_bytes = 8 * element_bytes(p.q_nope_rows.kind);
+            const char* q_nope = p.q_nope + (row.owned ? p.q_nope_rows.offset(row.at) : 0);
+            const char* q_pe = p.q_pe + (row.owned ? p.q_pe_rows.offset(row.at) : 0);
+            q_nope += lane_idx * nope_bytes;
+            x[i][0].load(q_nope, p.q_nope_rows.kind, p.q_nope_rows.aligned);
+            q_nope += WARP_SIZE * nope_bytes;
+            x[i][1].load(q_nope, p.q_nope_rows.kind, p.q_nope_rows.aligned);
+            x[i][2].bits = uint4{};
+            if (lane_idx < HEAD_DIM_KPE / 8) {
+                q_pe += lane_idx * nope_bytes;  // of one dtype with q_nope
+                x[i][2].load(q_pe, p.q_pe_rows.kind, p.q_pe_rows.aligned);
+            }
         }
-        // Outside of the loops, so that all loads are on their way before the first is waited for.
-        if (layout.kind > KIND_BFLOAT16) {
-            load<1, uint8_t>(from);
-        } else if (layout.aligned) {
-            load<2, uint32_t>(from);
-        } else {
-            load<2, uint16_t>(from);
-        }
-        convert(layout.kind);
-    }
-
-    // Pairs of elements of BYTES bytes, in the order of columns of common/operands.cuh.
-    template <int BYTES, typename Word>
-    __device__ __forceinline__ void load(const char* const (&from)[2]) {
-        const int t = threadIdx.x % 4;
+#pragma unroll 1
+        for (int i = 0; i < ROWS; ++i) {
+            const int row = first + i;
+            Query8 chunks[3];
 #pragma unroll
-        for (int i = 0; i < 4 * K_STEPS; ++i) {
-            const int k_step = i / 4, pair = i % 4 / 2;
-            const int column = k_step * 16 + (is_fp8<KV> ? 4 * t + 2 * pair : 2 * t + 8 * pair);
-            const Word* words = reinterpret_cast<const Word*>(from[i % 2] + column * BYTES);
-            a[k_step][i % 4] = words[0];
-            if constexpr (sizeof(Word) < 2 * BYTES) {
-                a[k_step][i % 4] |= uint32_t{words[1]} << 8 * BYTES;
+            for (int j = 0; j < ROWS; ++j) {  // x stays in registers
+#pragma unroll
+                for (int k = 0; k < 3; ++k) {
+                    chunks[k].bits = i == j ? x[j][k].bits : chunks[k].bits;
+                }
+            }
+            char* const to[2] = {
+                nope + swizzled<1024>(row, lane_idx), nope + swizzled<1024>(row, lane_idx + 32)};
+            const Query8 nope_chunks[2] = {chunks[0], chunks[1]};
+            const float nope_factor = store<CKV>(to, nope_chunks, p.q_nope_rows.kind, true);
+            char* const to_pe[1] = {pe + swizzled<128>(row, lane_idx % 8)};
+            const Query8 pe_chunks[1] = {chunks[2]};
+            const bool has_pe = lane_idx < HEAD_DIM_KPE / 8;
+            const float pe_factor = store<KPE>(to_pe, pe_chunks, p.q_pe_rows.kind, has_pe);
+            if (lane_idx == 0) {
+                const float scale = p.sm_scale * LOG2_E;
+                scales[row] = {
+                    nope_factor * scale * p.ckv_scale.get(), pe_factor * scale * p.kpe_scale.get()};
             }
         }
     }
 
-    // From the queries' dtype to operands. Two bytes of fp8 become two halves first.
-    __device__ __forceinline__ void convert(int kind) {
-        if (kind == KIND_E4M3) {
-            each_pair([](uint32_t& pair, int) { pair = halves_of<fp8_e4m3>(pair); });
-        } else if (kind == KIND_E5M2) {
-            each_pair([](uint32_t& pair, int) { pair = halves_of<fp8_e5m2>(pair); });
-        }
+    // Stores chunks of a row as operands of KV, by a warp; gives what was divided out of them.
+    template <typename KV, int NUM>
+    static __device__ __forceinline__ float store(
+        char* const (&to)[NUM], const Query8 (&x)[NUM], int kind, bool stores) {
+        constexpr int KIND = is_same<KV, bfloat16> ? KIND_BFLOAT16 : KIND_HALF;
+        float factor = 1.0f, inverse = 1.0f;
         if constexpr (is_fp8<KV>) {
-            if (kind == KIND_BFLOAT16) {
-                divide_by_largest([](uint32_t pair) { return floats_of_bfloat16s(pair); });
-            } else {
-                divide_by_largest([](uint32_t pair) { return floats_of_halves(pair); });
-            }
-        } else if constexpr (is_same<KV, bfloat16>) {
-            if (kind > KIND_BFLOAT16) {
-                each_pair([](uint32_t& pair, int) {
-                    const float2 x = floats_of_halves(pair);
-                    pair = cvt_pair<bfloat16>(x.x, x.y);
-                });
-            }
-        }
-    }
-
-    // Calls visit(pair, i) for each register, of row l / 4 + 8 * i.
-    template <typename Visit>
-    __device__ __forceinline__ void each_pair(Visit visit) {
+            float largest = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4 * K_STEPS; ++i) {
-            visit(a[i / 4][i % 4], i % 2);
-        }
-    }
-
-    // As QueryLoader::divide_by_largest does for rows in shared memory.
-    template <typename Floats>
-    __device__ __forceinline__ void divide_by_largest(Floats floats_of) {
-        float largest[2] = {};
-        each_pair([&](uint32_t& pair, int i) {
-            const float2 x = floats_of(pair);
-            largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.x), fabsf(x.y)));
-        });
-        float inverse[2];
+            for (int i = 0; i < NUM; ++i) {
+                float floats[8];
+                x[i].to_floats(floats, kind);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
-            largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 2));
-            const int bits = min(max(__float_as_int(largest[i]) >> 23, 1), 253);
-            inverse[i] = __int_as_float((254 - bits) << 23);
-            factor[i] = __int_as_float(bits << 23);
+                for (int e = 0; e < 8; ++e) {
+                    largest = fmaxf(largest, fabsf(floats[e]));
+                }
+            }
+#pragma unroll
+            for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+            }
+            // As QueryLoader::divide_by_largest.
+            const int bits = min(max(__float_as_int(largest) >> 23, 1), 253);
+            inverse = __int_as_float((254 - bits) << 23);
+            factor = __int_as_float(bits << 23);
         }
-        each_pair([&](uint32_t& pair, int i) {
-            const float2 x = floats_of(pair);
-            pair = cvt_pair<half>(x.x * inverse[i], x.y * inverse[i]);
-        });
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) {
+            Vec<Operand<KV>, 8> y;
+            y.raw = x[i].bits;
+            if (is_fp8<KV> || kind != KIND) {
+                float floats[8];
+                x[i].to_floats(floats, kind);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    y[e] = from_float<Operand<KV>>(floats[e] * inverse);
+                }
+            }
+            if (stores) {
+                store_vec(to[i], y);
+            }
+        }
+        return factor;
     }
 };
 
-// The same while steps are computed: HELD steps stay in registers, for the others there are none.
-// Those lie in shared memory as every lane of any warp wants them, a step of a lane in 16 bytes.
+// A step of 16 columns of queries as left operands, from rows of ROW_BYTES.
+template <typename KV, int ROW_BYTES>
+__device__ __forceinline__ void load_query_step(uint32_t (&a)[4], const char* queries, int k_step) {
+    const int lane_idx = threadIdx.x % WARP_SIZE;
+    if constexpr (is_fp8<KV>) {  // the order of columns of KeyOperands
+        const int t = lane_idx % 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int chunk = swizzled<ROW_BYTES>(lane_idx / 4 + 8 * i, 2 * k_step + t / 2);
+            const uint2 x = *reinterpret_cast<const uint2*>(queries + chunk + t % 2 * 8);
+            a[i] = x.x, a[i + 2] = x.y;
+        }
+    } else {
+        const int chunk = swizzled<ROW_BYTES>(lane_idx % 16, 2 * k_step + lane_idx / 16);
+        ldmatrix_x4(a, smem_address(queries + chunk));
+    }
+}
+
+// The left operands of a warp's 16 rows, K_STEPS steps of 16 columns: HELD of them stay in registers.
+// For the others there are none: those lie in shared memory as every lane of any warp wants them, a
+// step of a lane in 16 bytes.
 template <typename KV, int K_STEPS, int HELD>
 struct HeldQueries {
     static constexpr int LEFT = K_STEPS - HELD;
@@ -128,19 +143,23 @@ struct HeldQueries {
     uint32_t a[HELD > 0 ? HELD : 1][4];
     const Rest& rest;
 
+    __device__ __forceinline__ explicit HeldQueries(const Rest& rest) : rest(rest) {}
+
     // `stores`: this warp writes what all warps read behind a barrier.
-    __device__ __forceinline__
-    HeldQueries(const LatentQueries<KV, K_STEPS>& all, Rest& rest, bool stores)
-        : rest(rest) {
+    __device__ __forceinline__ void load(const char* queries, Rest& to, bool stores) {
 #pragma unroll
-        for (int i = 0; i < 4 * HELD; ++i) {
-            a[i / 4][i % 4] = all.a[i / 4][i % 4];
-        }
-        if (stores) {
+        for (int i = 0; i < K_STEPS; ++i) {
+            uint32_t x[4];
+            if (i < HELD || stores) {
+                load_query_step<KV, K_STEPS * 32>(x, queries, i);
+            }
+            if (i < HELD) {
 #pragma unroll
-            for (int i = HELD; i < K_STEPS; ++i) {
-                const auto& x = all.a[i];
-                rest[i - HELD][threadIdx.x % WARP_SIZE] = make_uint4(x[0], x[1], x[2], x[3]);
+                for (int j = 0; j < 4; ++j) {
+                    a[i][j] = x[j];
+                }
+            } else if (stores) {
+                to[i - HELD][threadIdx.x % WARP_SIZE] = make_uint4(x[0], x[1], x[2], x[3]);
             }
         }
     }
@@ -219,35 +238,12 @@ struct LatentState : WarpState<1, 2, FEAT_TILES> {
     }
 };
 
-// Values as common/operands.cuh has them, but fp8 in units of 2^-8: the bits of e4m3 moved to where a
-// half has them. That takes integer instructions, while scoring keeps the conversions busy. NaN comes
-// out as a number, which no sum sees: the same row's score is NaN too.
-template <typename KV>
-struct LatentValues : ValueOperands<KV> {
-    static_assert(!is_same<KV, fp8_e5m2>, "e5m2 has the exponent of a half");
-
-    // Of numbers in the high bytes of both halves of a word.
-    static __device__ __forceinline__ uint32_t halves_of_high_bytes(uint32_t x) {
-        return (x & 0x80008000u) | (x >> 1 & 0x3f803f80u);
-    }
-
-    __device__ __forceinline__ void get(int j, OperandPair& even, OperandPair& odd) const {
-        if constexpr (is_fp8<KV>) {
-            const uint32_t low = this->x[2 * j], high = this->x[2 * j + 1];
-            even = {halves_of_high_bytes(low << 8), halves_of_high_bytes(high << 8)};
-            odd = {halves_of_high_bytes(low), halves_of_high_bytes(high)};
-        } else {
-            ValueOperands<KV>::get(j, even, odd);
-        }
-    }
-};
-
 // o += weights v for TOKENS values of a buffer and tiles of 8 features from first_tile on; the
 // weights of 16 rows begin at `weights`, in swizzled rows of 128 bytes.
 template <typename KV, int ROW_BYTES, int TOKENS, int FEAT_TILES>
 __device__ __forceinline__ void multiply_latent_values(
     float (&o)[FEAT_TILES][4], uint32_t weights, uint32_t values, int first_tile) {
-    using Values = LatentValues<KV>;
+    using Values = ValueOperands<KV>;
     const int lane_idx = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int token = 0; token < TOKENS; token += Values::TOKENS) {
@@ -259,6 +255,9 @@ __device__ __forceinline__ void multiply_latent_values(
         }
 #pragma unroll
         for (int tile = 0; tile < FEAT_TILES; tile += 2) {
+            if (is_fp8<KV> && tile % 4 == 0) {
+                __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
+            }
             Values b;
             b.template load<ROW_BYTES>(values, token, first_tile + tile);
 #pragma unroll

@@ -33,8 +33,8 @@ struct LatentSmem {
     uint64_t landed[4];        // of a warp that loads: a side some of whose rows are to be zeroed
     uint64_t weights_full[2];  // of a tile
     uint64_t q_full, q_empty;
-    Item items[2];          // in turn
-    Gate::Visit visits[2];  // of the first and the last item
+    Item items[2];  // in turn
+    Gate gates[2];  // of the first and the last item
 
     // By one thread.
     __device__ __forceinline__ void init() {
@@ -101,7 +101,6 @@ struct LatentProducer {
             q_parity ^= 1;
             if (warp_idx == 0 && threadIdx.x % WARP_SIZE == 0) {
                 smem.items[(item_idx - first_item) % 2] = item;
-                smem.visits[item_idx > first_item].begin(p.work, item, block);
             }
             load_queries(item, block);
             if (!MAPPED && has_keys) {
@@ -262,7 +261,7 @@ struct LatentProducer {
     __device__ __forceinline__ void copy_blocks(
         char* blocks, const char* base, const int64_t (&offsets)[2], const uint32_t (&votes)[2]) {
         const int lane_idx = threadIdx.x % WARP_SIZE, chunk = lane_idx % 8;
-#pragma unroll 4
+#pragma unroll 2
         for (int i = 0; i < 16; ++i) {
             const int row = 4 * i + lane_idx / 8;
             const int64_t low = __shfl_sync(0xffffffffu, offsets[0], row);
@@ -285,7 +284,7 @@ struct LatentProducer {
         const LatentRow at(p, item, block, warp_idx * 16 + lane_idx % 16);
         const int64_t nope = at.owned ? p.q_nope_rows.offset(at.at) : 0;
         const int64_t pe = at.owned ? p.q_pe_rows.offset(at.at) : 0;
-#pragma unroll 2
+#pragma unroll 1
         for (int i = 0; i < 16; ++i) {
             const char* q_nope = p.q_nope + __shfl_sync(0xffffffffu, nope, i);
             const char* q_pe = p.q_pe + __shfl_sync(0xffffffffu, pe, i);
