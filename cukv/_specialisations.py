@@ -204,8 +204,10 @@ class MlaDecodeTile(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Steps of 16 columns of q_nope that stay in registers, where there is room beside sums."""
-        return 16 if self.warps == 4 else 32
+        """Steps of 16 columns of q_nope that registers hold beside sums and conversions."""
+        if self.warps == 8:
+            return 30
+        return 8 if self.ckv in FP8 else 16
 
     @property
     def cut_cost(self) -> int:
@@ -229,7 +231,9 @@ class MlaDecodeTile(NamedTuple):
         weights, maxima = 16 * 128, 16 * self.warps * 4
         queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
         keys = self.stages * self.warps
-        return int(-(-(ring + weights + queries + maxima + keys + 128 + 48 + 2 * 56 + 32) // 1024) * 1024)
+        rows, item, gates = 16 * 8, 48, 2 * 56
+        used = ring + weights + queries + maxima + keys + rows + item + gates + 64  # and padding
+        return int(-(-used // 1024) * 1024)
 
     @property
     def template_args(self) -> dict[str, Any]:

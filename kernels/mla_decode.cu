@@ -173,13 +173,16 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     }
 
     const Item& item = smem.item;
+    if (threadIdx.x == 0) {
+        smem.item = first;
+    }
     int stage = 0;
     bool postponed = false;  // whether the copies that go with the last step have not begun
 #pragma unroll 1
     for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
         // 2 queries, by way of the buffer that is filled next
-        if (threadIdx.x == 0) {
-            smem.item = item_idx == first_item ? first : load_item(p.work.items + item_idx);
+        if (threadIdx.x == 0 && item_idx > first_item) {
+            smem.item = load_item(p.work.items + item_idx);
         }
         __syncthreads();                 // the item is there
         const int row = lane_row(0, 0);  // and row + 8

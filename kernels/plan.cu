@@ -6,8 +6,9 @@
 //
 // So every part has an equal share, and a tile is cut only where a part begins inside it: item
 // (tile, part) is items[tile + part]. Where parts of as many whole tiles take no longer than parts of
-// an even share with its cuts, the share is that many tiles. With fixed_item_tokens a tile is cut at multiples of it
-// instead, whatever else is in the batch, and a part begins with the item that it falls into.
+// an even share with its cuts, the share is that many tiles. With fixed_item_tokens a tile is cut at
+// multiples of it instead, whatever else is in the batch, and a part begins with the item that it
+// falls into.
 // A thread owns a request. Every CTA sums the costs of all requests before its own by itself, so
 // that CTAs need not wait for each other. Bound by latency.
 // Any contents of the index arrays are safe: pages outside `indices`, rows outside q name nothing.
@@ -25,11 +26,11 @@ struct PlanParams {
     Divisor group;          // by group_size
     Divisor rows_per_tile;  // packed rows
     int32_t num_q_rows;
-    int32_t step_bits;   // log2 of the tokens of a warp's step
-    int32_t round_bits;  // log2 of the steps that a CTA's warps take side by side
-    int32_t item_cost;   // steps that an item costs beside its keys
-    int32_t cost_bits;   // log2 of the steps of a unit of cost
-    int32_t cut_cost;    // steps that tiles cut at both ends of a part cost it; 0: not known
+    int32_t step_bits;          // log2 of the tokens of a warp's step
+    int32_t round_bits;         // log2 of the steps that a CTA's warps take side by side
+    int32_t item_cost;          // steps that an item costs beside its keys
+    int32_t cost_bits;          // log2 of the steps of a unit of cost
+    int32_t cut_cost;           // steps that tiles cut at both ends of a part cost it; 0: not known
     int32_t fixed_item_tokens;  // where items are fixed
     int32_t max_fixed_items;    // of a request, where items are fixed
     int32_t causal;
@@ -327,9 +328,9 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
         largest = 0;
     }
     Taken<ONE_TILE, FIXED> at = own.before(p, smem, all);
-    if (p.cut_cost > 0) {
-        atomicMax(&largest, owned ? own.largest : 0);
-        __syncthreads();  // all have voted
+    if (!FIXED && p.cut_cost > 0) {
+        atomicMax(&largest, own.largest);
+        __syncthreads();  // all are in
     }
     if (gridDim.x > 1) {
         Taken<ONE_TILE, FIXED> earlier, others, sum;  // of the CTAs before this one, of all
@@ -349,11 +350,12 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
     const uint32_t parts = p.work.num_parts;
     const uint32_t even = (static_cast<uint32_t>(min(all.cost, MAX_COST)) + parts - 1) / parts;
     int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(p));
-    if (p.cut_cost > 0 && gridDim.x == 1) {  // of more tiles than one CTA sees, few are cut anyway
-        const int32_t num_tiles = static_cast<int32_t>(ONE_TILE ? batch_size : all.tiles);
-        const int64_t whole = int64_t{largest} * ((num_tiles + parts - 1) / parts);
-        if (whole <= share + units(p, p.cut_cost)) {
-            share = max(share, static_cast<int32_t>(whole));
+    if constexpr (!FIXED) {
+        if (p.cut_cost > 0 && gridDim.x == 1) {  // many more tiles than parts are hardly ever cut
+            const uint32_t num_tiles = ONE_TILE ? batch_size : all.tiles;
+            const int64_t whole = int64_t{largest} * ((num_tiles + parts - 1) / parts);
+            share = whole > share + units(p, p.cut_cost) ? share
+                                                         : max(share, static_cast<int32_t>(whole));
         }
     }
     const bool dealt = all.cost <= MAX_COST;

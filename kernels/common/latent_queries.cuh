@@ -17,53 +17,50 @@ struct LatentQueryTile {
     // What the scores of a row are multiplied by to be logits in base 2: its two products.
     using Scales = float2[16];
 
-    // By WARPS warps, each some of the rows. Those past the tile's are as any others: nothing of
-    // them is kept.
+    // By WARPS warps, each some of the rows, two at a time. Rows past the tile's are as any others:
+    // nothing of them is kept.
     template <int WARPS>
     __device__ __forceinline__ void load(
         const LatentParams& p, const Item& item, int block, Scales& scales) {
-        constexpr int ROWS = 16 / WARPS;  // of a warp
-        const int lane_idx = threadIdx.x % WARP_SIZE, first = threadIdx.x / WARP_SIZE * ROWS;
-        Query8 x[ROWS][3];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const LatentRow row(p, item, block, first + i);
-            const int nope_bytes = 8 * element_bytes(p.q_nope_rows.kind);
-            const char* q_nope = p.q_nope + (row.owned ? p.q_nope_rows.offset(row.at) : 0);
-            const char* q_pe = p.q_pe + (row.owned ? p.q_pe_rows.offset(row.at) : 0);
-            q_nope += lane_idx * nope_bytes;
-            x[i][0].load(q_nope, p.q_nope_rows.kind, p.q_nope_rows.aligned);
-            q_nope += WARP_SIZE * nope_bytes;
-            x[i][1].load(q_nope, p.q_nope_rows.kind, p.q_nope_rows.aligned);
-            x[i][2].bits = uint4{};
-            if (lane_idx < HEAD_DIM_KPE / 8) {
-                q_pe += lane_idx * nope_bytes;  // of one dtype with q_nope
-                x[i][2].load(q_pe, p.q_pe_rows.kind, p.q_pe_rows.aligned);
-            }
-        }
+        const int lane_idx = threadIdx.x % WARP_SIZE, warp_idx = threadIdx.x / WARP_SIZE;
 #pragma unroll 1
-        for (int i = 0; i < ROWS; ++i) {
-            const int row = first + i;
-            Query8 chunks[3];
+        for (int first = warp_idx * 2; first < 16; first += WARPS * 2) {
+            Query8 nope_chunks[2][2], pe_chunks[2][1];
 #pragma unroll
-            for (int j = 0; j < ROWS; ++j) {  // x stays in registers
+            for (int i = 0; i < 2; ++i) {
+                const LatentRow row(p, item, block, first + i);
+                const int num_bytes = 8 * element_bytes(p.q_nope_rows.kind);  // q_pe is alike
+                const char* q_nope = p.q_nope + (row.owned ? p.q_nope_rows.offset(row.at) : 0);
+                const char* q_pe = p.q_pe + (row.owned ? p.q_pe_rows.offset(row.at) : 0);
 #pragma unroll
-                for (int k = 0; k < 3; ++k) {
-                    chunks[k].bits = i == j ? x[j][k].bits : chunks[k].bits;
+                for (int j = 0; j < 2; ++j) {
+                    nope_chunks[i][j].load(
+                        q_nope + (lane_idx + j * WARP_SIZE) * num_bytes, p.q_nope_rows.kind,
+                        p.q_nope_rows.aligned);
+                }
+                pe_chunks[i][0].bits = uint4{};
+                if (lane_idx < HEAD_DIM_KPE / 8) {
+                    pe_chunks[i][0].load(
+                        q_pe + lane_idx * num_bytes, p.q_pe_rows.kind, p.q_pe_rows.aligned);
                 }
             }
-            char* const to[2] = {
-                nope + swizzled<1024>(row, lane_idx), nope + swizzled<1024>(row, lane_idx + 32)};
-            const Query8 nope_chunks[2] = {chunks[0], chunks[1]};
-            const float nope_factor = store<CKV>(to, nope_chunks, p.q_nope_rows.kind, true);
-            char* const to_pe[1] = {pe + swizzled<128>(row, lane_idx % 8)};
-            const Query8 pe_chunks[1] = {chunks[2]};
-            const bool has_pe = lane_idx < HEAD_DIM_KPE / 8;
-            const float pe_factor = store<KPE>(to_pe, pe_chunks, p.q_pe_rows.kind, has_pe);
-            if (lane_idx == 0) {
-                const float scale = p.sm_scale * LOG2_E;
-                scales[row] = {
-                    nope_factor * scale * p.ckv_scale.get(), pe_factor * scale * p.kpe_scale.get()};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = first + i;
+                char* const to_nope[2] = {
+                    nope + swizzled<1024>(row, lane_idx),
+                    nope + swizzled<1024>(row, lane_idx + WARP_SIZE)};
+                char* const to_pe[1] = {pe + swizzled<128>(row, lane_idx % 8)};
+                const float nope_factor =
+                    store<CKV>(to_nope, nope_chunks[i], p.q_nope_rows.kind, true);
+                const bool has_pe = lane_idx < HEAD_DIM_KPE / 8;
+                const float pe_factor = store<KPE>(to_pe, pe_chunks[i], p.q_pe_rows.kind, has_pe);
+                if (lane_idx == 0) {
+                    const float scale = p.sm_scale * LOG2_E;
+                    scales[row] = {
+                        nope_factor * scale * p.ckv_scale.get(),
+                        pe_factor * scale * p.kpe_scale.get()};
+                }
             }
         }
     }
