@@ -31,8 +31,8 @@ def no_kernel(op: str, what: str = "it") -> NotImplementedError:
     """Make the error of attention that no kernel does yet."""
     return NotImplementedError(
         f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
-        "gather, merge_states, and, without custom masks, PagedKVCache.decode, "
-        "PagedKVCache.prefill and RaggedTensor.prefill; custom masks, MLAPagedCache.decode and "
+        "gather, merge_states, MLAPagedCache.decode, and, without custom masks, "
+        "PagedKVCache.decode, PagedKVCache.prefill and RaggedTensor.prefill; custom masks and "
         "CascadeLevels.attend work on NumPy arrays (.to_host())"
     )
 

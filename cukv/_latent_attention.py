@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from cukv._specialisations import LatentTile
     from cukv.page_table import PageTable
 
-# kernels/common/latent.cuh HEAD_DIM_CKV, HEAD_DIM_KPE and MAX_LATENT_ITEMS
-_HEAD_DIM_CKV, _HEAD_DIM_KPE, _MAX_PARTS = 512, 64, 256
+_HEAD_DIM_CKV = 512  # kernels/common/latent.cuh
+_HEAD_DIM_KPE = 64
+_MAX_PARTS = 256  # MAX_LATENT_ITEMS there
 _PER_CALL = ("table", "q_nope", "q_pe", "o", "lse", "work", "ckv_scale", "kpe_scale")
 
 
@@ -321,15 +322,15 @@ class LatentAttention:
     ) -> BoundLaunch | None:
         """Check a call, and prepare the launch of all calls like it; None: nothing to attend."""
         op, q_nope, qo_indptr, table, causal = call
-        check_latent_call(call, self._pages)
+        key, _ = check_latent_call(call, self._pages)
         check_rotary_queries(op, q_nope, q_pe, self._pages.second)
         check_options(op, _HEAD_DIM_CKV, q_nope.shape[1], sm_scale=sm_scale)
         for name, q in (("q_nope", q_nope), ("q_pe", q_pe)):
             match_rows(op, name, q)
         out, lse = results
         check_results(op, q_nope, self._pages.first.array.shape[3], out, lse)
+        require_plan(op, plan, key)
         kind = self._kind(call)
-        require_plan(op, plan, kind.key)
         tile = kind.tile
         if tile is None:
             return None

@@ -5,7 +5,7 @@ arrays or values known by hand; on NumPy they check themselves. Sizes that only 
 stride are its own.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import cupy as cp
 import ml_dtypes
@@ -251,58 +251,81 @@ def test_attention_before_absorption_gives_the_same(xp, heads, rng):
 # Plans
 
 
-def test_a_captured_step_follows_its_arrays(xp, rng):
-    lens = (
-        [(300, 0, 5, 64), (1, 1, 700, 2), (0, 0, 0, 0), (129, 128, 127, 126)],
-        [(2, 1, 0, 4), (0, 5, 1, 1), (3, 3, 0, 0), (1, 1, 1, 1)],
-    )
-    for heads in (16, 128):
-        data = poison((40, 32, 576), BF16)
-        cache = MLAPagedCache(on(xp, data))
-        arrays = [on(xp, np.zeros(n, np.int32)) for n in (5, 40, 4, 5)]
-        table, qo_indptr = PageTable(*arrays[:3], 32), arrays[3]
-        q = [on(xp, np.zeros((8, heads, n), BF16)) for n in (512, 64)]
-        options = {"qo_indptr": qo_indptr, "causal": True}
-        plan = cache.plan(q[0], table, **options)
+@dataclass
+class Steps:
+    """Arrays of fixed sizes whose contents change in place from step to step of serving."""
 
-        def step(cache=cache, plan=plan, q=q, table=table, options=options):
-            plan.update()
-            return cache.decode(*q, table, sm_scale=SCALE, plan=plan, return_lse=True, **options)
+    xp: object
+    rng: object
+    heads: int
 
-        def write(kv_lens, counts, cache=cache, arrays=arrays, q=q):
-            pages = -(-np.array(kv_lens) // 32)
-            ids = rng.permutation(40).astype(np.int32)
-            last = [(n - 1) % 32 + 1 if n else 77 for n in kv_lens]
-            stored = poison((40, 32, 576), BF16)
-            for b, n in enumerate(kv_lens):
-                at = np.arange(n)
-                page = ids[pages[:b].sum() + at // 32]
-                stored[page, at % 32] = random_rows(rng, (n, 576), "bfloat16")
-            host = (indptr_of(pages), ids, np.array(last, np.int32), indptr_of(counts))
-            fresh = queries(rng, 8, heads, "bfloat16")
-            for to, values in zip((cache.data, *arrays, *q), (stored, *host, *fresh), strict=True):
-                to.view(f"u{to.itemsize}")[...] = on(xp, values.view(f"u{values.itemsize}"))
-            csr = host[:3]
-            stores = stored[..., :512], stored[..., 512:]
-            live = [x[: host[3][-1]] for x in fresh]
-            return reference.mla_decode(
-                *live, host[3], *stores, *csr, sm_scale=SCALE, causal=True
-            )  # fmt: skip
+    def __post_init__(self):
+        """Make the arrays, a plan of them, and a call."""
+        xp, heads = self.xp, self.heads
+        self.cache = MLAPagedCache(on(xp, poison((40, 32, 576), BF16)))
+        self.index = [on(xp, np.zeros(n, np.int32)) for n in (5, 40, 4, 5)]
+        self.table, self.options = PageTable(*self.index[:3], 32), {"causal": True}
+        self.options["qo_indptr"] = self.index[3]
+        self.q = [on(xp, np.zeros((8, heads, n), BF16)) for n in (512, 64)]
+        self.plan = self.cache.plan(self.q[0], self.table, **self.options)
 
-        if xp is np:
-            for kv_lens, counts in zip(*lens, strict=True):
-                want = write(kv_lens, counts)
-                got = step()
-                assert_attends([x[: len(want[1])] for x in got], want, "bfloat16", 5.0)
-            continue
-        write(lens[0][0], lens[1][0])
-        with captured(step) as (stream, graph, got):
-            for kv_lens, counts in zip(*lens, strict=True):
-                want = write(kv_lens, counts)
-                for _ in range(2):  # what one launch leaves behind, the next must find in order
-                    graph.launch(stream)
-                stream.synchronize()
-                assert_attends([x[: len(want[1])] for x in got], want, "bfloat16", 5.0)
+    def __call__(self):
+        """Follow the arrays and attend."""
+        self.plan.update()
+        return self.cache.decode(
+            *self.q, self.table, sm_scale=SCALE, plan=self.plan, return_lse=True, **self.options
+        )
+
+    def write(self, kv_lens, counts):
+        """Give all arrays other contents, and what attention to them must give."""
+        rng, pages = self.rng, -(-np.array(kv_lens) // 32)
+        ids = rng.permutation(40).astype(np.int32)
+        last = [(n - 1) % 32 + 1 if n else 77 for n in kv_lens]
+        stored = poison((40, 32, 576), BF16)
+        for b, n in enumerate(kv_lens):
+            at = np.arange(n)
+            stored[ids[pages[:b].sum() + at // 32], at % 32] = random_rows(rng, (n, 576), BF16)
+        host = (indptr_of(pages), ids, np.array(last, np.int32), indptr_of(counts))
+        q = queries(rng, 8, self.heads, "bfloat16")
+        for to, values in zip(
+            (self.cache.data, *self.index, *self.q), (stored, *host, *q), strict=True
+        ):
+            unsigned = f"u{values.itemsize}"
+            to.view(unsigned)[...] = on(self.xp, values.view(unsigned))
+        live = [x[: host[3][-1]] for x in q]
+        stores = stored[..., None, :512], stored[..., None, 512:]
+        return reference.mla_decode(*live, host[3], *stores, *host[:3], sm_scale=SCALE, causal=True)
+
+
+STEPS = [
+    ((300, 0, 5, 64), (2, 1, 0, 4)),
+    ((1, 1, 700, 2), (0, 5, 1, 1)),
+    ((0, 0, 0, 0), (3, 3, 0, 0)),
+    ((129, 128, 127, 126), (1, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_step_follows_its_arrays(xp, heads, rng):
+    step = Steps(xp, rng, heads)
+    for lens, counts in STEPS:
+        want = step.write(lens, counts)
+        assert_attends([x[: len(want[1])] for x in step()], want, "bfloat16", 5.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_step_follows_its_arrays(heads, rng):
+    step = Steps(cp, rng, heads)
+    step.write(*STEPS[0])
+    with captured(step) as (stream, graph, got):
+        for lens, counts in STEPS:
+            want = step.write(lens, counts)
+            cp.cuda.Device().synchronize()
+            for _ in range(2):  # what one launch leaves behind, the next must find in order
+                graph.launch(stream)
+            stream.synchronize()
+            assert_attends([x[: len(want[1])] for x in got], want, "bfloat16", 5.0)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@
 
 namespace cukv {
 
-constexpr int HEAD_DIM_CKV = 512, HEAD_DIM_KPE = 64;
+constexpr int HEAD_DIM_CKV = 512;
+constexpr int HEAD_DIM_KPE = 64;
 constexpr int MAX_LATENT_ITEMS = 256;  // of a tile, for the registers of a merge
 
 struct LatentParams {

@@ -18,7 +18,8 @@ struct LatentSm90Params : LatentParams {
     int32_t piece_bits;  // log2 of the tokens that one copy brings, which lie in one page
 };
 
-constexpr int LATENT_TOKENS = 64, LATENT_ROWS = 64;  // of a tile
+constexpr int LATENT_TOKENS = 64;  // of a tile of keys
+constexpr int LATENT_ROWS = 64;    // of a tile of queries
 constexpr int LATENT_BLOCKS = 9, KPE_BLOCK = 8;
 constexpr int BLOCK_BYTES = 64 * 128;
 
