@@ -340,7 +340,6 @@ class LatentAttention:
         num_blocks, group_size = _blocks(tile, q_nope.shape[1])
         heads = q_nope.shape[:2]
         out_dtype = output_dtype(q_nope) if out is None else out.dtype
-        q_bytes = tile.query_vector_bytes
         maps = {}
         if isinstance(tile, MlaDecodeSm90Tile):
             tile = tile._replace(mapped=self._mapped)  # a plan may be of other strides
@@ -352,8 +351,8 @@ class LatentAttention:
             per_call=_PER_CALL,
             ckv=ckv.packed,
             kpe=kpe.packed,
-            q_nope_rows=pack_query_rows(q_nope, q_bytes),
-            q_pe_rows=pack_query_rows(q_pe, q_bytes),
+            q_nope_rows=pack_query_rows(q_nope, 16),
+            q_pe_rows=pack_query_rows(q_pe, 16),
             o_rows=pack_query_rows(out, 4 * out_dtype.itemsize, (*heads, _HEAD_DIM_CKV), out_dtype),
             lse_rows=pack_query_rows(lse, 4, heads, FLOAT32),
             group=pack_divisor(group_size),

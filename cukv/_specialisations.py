@@ -215,11 +215,6 @@ class MlaDecodeTile(NamedTuple):
         return 4
 
     @property
-    def query_vector_bytes(self) -> int:
-        """Bytes that q is read by at a time, where it is aligned to them."""
-        return 4
-
-    @property
     def ctas_per_sm(self) -> int:
         """CTAs that registers and shared memory must leave room for."""
         return 2 if self.warps == 4 else 1
@@ -290,11 +285,6 @@ class MlaDecodeSm90Tile(NamedTuple):
     def cut_cost(self) -> int:
         """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
         return 6
-
-    @property
-    def query_vector_bytes(self) -> int:
-        """Bytes that q is read by at a time, where it is aligned to them."""
-        return 16
 
     @property
     def ctas_per_sm(self) -> int:
