@@ -172,6 +172,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         loader.issue(stage);
     }
 
+    const int row = lane_row(0, 0);  // of a tile, and row + 8
     const Item& item = smem.item;
     if (threadIdx.x == 0) {
         smem.item = first;
@@ -184,8 +185,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         if (threadIdx.x == 0 && item_idx > first_item) {
             smem.item = load_item(p.work.items + item_idx);
         }
-        __syncthreads();                 // the item is there
-        const int row = lane_row(0, 0);  // and row + 8
+        __syncthreads();  // the item is there
         typename Cta::PeQueries q_pe(smem.pe_rest);
         typename Cta::NopeQueries q_nope(smem.nope_rest);
         if (item.first_token < item.end_token) {
