@@ -349,6 +349,12 @@ class MLAPagedCache(ArrayNoun):
             takes; the message lists what exists.
         TypeError, ValueError
             Wrong home, dtype, shape or option, or a plan made for another call.
+
+        Notes
+        -----
+        Current stream, no synchronisation. Pages of whole eights are the fast ones. Sources:
+        kernels/mla_decode.cu, and kernels/mla_decode_sm90.cu where a request has more than 16
+        packed rows (query rows times heads) on Hopper.
         """
         op = "MLAPagedCache.decode"
         if sm_scale is None:
