@@ -29,9 +29,8 @@ def no_kernel(op: str, what: str = "it") -> NotImplementedError:
     """Make the error of attention that no kernel does yet."""
     return NotImplementedError(
         f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
-        "gather, merge_states, PagedKVCache.decode, PagedKVCache.prefill and "
-        "RaggedTensor.prefill; MLAPagedCache.decode and CascadeLevels.attend work on NumPy arrays "
-        "(.to_host())"
+        "gather, merge_states, PagedKVCache.decode, PagedKVCache.prefill, RaggedTensor.prefill and "
+        "MLAPagedCache.decode; CascadeLevels.attend works on NumPy arrays (.to_host())"
     )
 
 

@@ -7,22 +7,11 @@ options), so that a call compares it, checks what may differ, allocates its resu
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 
-from cukv._arrays import (
-    BFLOAT16,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    FLOAT16,
-    FLOAT32,
-    Array,
-    as_array,
-    empty,
-    home,
-)
+from cukv._arrays import FLOAT32, Array, as_array, empty, home
 from cukv._attention import (
     PagedCall,
     check_mask,
@@ -35,7 +24,17 @@ from cukv._attention import (
 )
 from cukv._check import match_aligned, match_rows
 from cukv._index import host_scale, pack_divisor, pack_scales
-from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer
+from cukv._kernels import WARP, BoundLaunch, kernel, num_sms
+from cukv._launches import (
+    AS_GIVEN,
+    KINDS,
+    PlanKind,
+    array_signature,
+    make_work,
+    pack_query_rows,
+    remember,
+    work_of_call,
+)
 from cukv._plan import Batch, Cut, Plan, WorkSizes
 from cukv._tiles import choose_tiles, ctas_per_sm
 from cukv.masks import PackedMask
@@ -46,28 +45,12 @@ if TYPE_CHECKING:
     from cukv._specialisations import Tile
     from cukv.masks import Mask
 
-_pack_query_rows = packer("QueryRows")
-
-# kernels/common/queries.cuh KIND_*
-_KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
 _MAX_HEAD_DIM = 256
-_MAX_REMEMBERED = 256  # signatures of a cache
-_AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
 _PER_CALL = ("table", "q", "o", "lse", "sinks", "work", "q_scale", "k_scale", "v_scale")
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Kind:
-    """What plans of one signature share. Compared by identity, so that calls find it at once."""
-
-    key: tuple[tuple[str, Any], ...]
-    device: int
-    tiles: tuple[Tile, ...] = ()  # of each work list; none: there is nothing to attend from
-    sizes: WorkSizes | None = None
-
-
 @functools.cache
-def _kinds_of(*_geometry: Any) -> dict[tuple[Any, ...], _Kind]:
+def _kinds_of(*_geometry: Any) -> dict[tuple[Any, ...], PlanKind]:
     """Give the kinds of plans that caches of one geometry, the layers of a model, share."""
     return {}
 
@@ -82,7 +65,7 @@ class _Launches(NamedTuple):
 class _Prepared(NamedTuple):
     """What calls of one signature share: that of their arrays and options, and of their plans."""
 
-    kind: _Kind  # of the plan that a call without one makes
+    kind: PlanKind  # of the plan that a call without one makes
     launches: tuple[BoundLaunch, ...]  # of each work list
 
 
@@ -112,9 +95,9 @@ class PagedAttention:
     def plan(self, call: PagedCall, batch_invariant: bool) -> Plan:
         """Make the work lists of calls like this one."""
         kind = self._kind(call, batch_invariant)
-        return Plan(call.op, kind.key, _make_work(kind, call))
+        return Plan(call.op, kind.key, make_work(kind, call))
 
-    def _kind(self, call: PagedCall, batch_invariant: bool) -> _Kind:
+    def _kind(self, call: PagedCall, batch_invariant: bool) -> PlanKind:
         """Give what plans like this one share, checked and sized at the first of them."""
         op, q, qo_indptr, table, causal, window_left, _ = call
         if type(q) is not cp.ndarray:
@@ -140,10 +123,10 @@ class PagedAttention:
             call = call._replace(window_left=window_left)
             key, _ = check_paged_call(call, self._pages)
             if table.batch_size == 0 or q.size == 0:
-                kind = _Kind(key, table.device)
+                kind = PlanKind(key, table.device)
             else:
-                kind = _Kind(key, table.device, *self._work(call, batch_invariant))
-            _remember(self._kinds, signature, kind)
+                kind = PlanKind(key, table.device, *self._work(call, batch_invariant))
+            remember(self._kinds, signature, kind)
         return kind
 
     def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[tuple[Tile, ...], WorkSizes]:
@@ -228,9 +211,9 @@ class PagedAttention:
         self._pages.check_table(op, table)
         sm_scale, logits_soft_cap, sinks = logits
         out, lse, return_lse = results
-        if type(out) not in _AS_GIVEN or type(lse) not in _AS_GIVEN:
+        if type(out) not in AS_GIVEN or type(lse) not in AS_GIVEN:
             out, lse = check_results(op, q, self._head_dim_vo, out, lse)
-        if type(sinks) not in _AS_GIVEN:
+        if type(sinks) not in AS_GIVEN:
             sinks = as_array(op, "sinks", sinks, q)
             home(op, q=q, sinks=sinks)
         if sm_scale is not None and type(sm_scale) is not float:
@@ -240,14 +223,14 @@ class PagedAttention:
         if type(window_left) is not int:
             window_left = check_window(op, window_left)
         arrays = (
-            _signature(q),
+            array_signature(q),
             causal,
             window_left,
             sm_scale,
             logits_soft_cap,
-            None if sinks is None else _signature(sinks),
-            None if out is None else _signature(out),
-            None if lse is None else _signature(lse),
+            None if sinks is None else array_signature(sinks),
+            None if out is None else array_signature(out),
+            None if lse is None else array_signature(lse),
             custom_mask is not None,
         )
         # A plan is checked once for all of its kind, or below if it has no work list.
@@ -266,10 +249,10 @@ class PagedAttention:
             call = call._replace(window_left=window_left)
             logits = (sm_scale, logits_soft_cap, sinks)
             prepared = self._prepare(call, logits, plan, (out, lse), arrays)
-            _remember(self._prepared, signature, prepared)
+            remember(self._prepared, signature, prepared)
         factors = pack_scales(op, scales, table.device)
         if work is None:
-            work = _work_of_call(call, plan, prepared.kind)
+            work = work_of_call(call, plan, prepared.kind)
         if out is None:
             out = empty(op, (*q.shape[:2], self._head_dim_vo), output_dtype(q), cp, like=q)
         if lse is None and return_lse:
@@ -324,7 +307,7 @@ class PagedAttention:
             if custom_mask is not None:  # which replaces the one, and has the other
                 options |= {"causal": False, "window_left": -1}
             launches = _Launches(options, {})
-            _remember(self._launches, signature, launches)
+            remember(self._launches, signature, launches)
         kind = self._kind(call, batch_invariant=False)
         require_plan(op, plan, kind.key)
         tiles = kind.tiles
@@ -356,12 +339,14 @@ class PagedAttention:
             per_call=_PER_CALL,
             k_cache=k.packed,
             v_cache=v.packed,
-            q_rows=_pack_rows(q, 16),
-            o_rows=_pack_rows(out, 4 * out_dtype.itemsize, (*heads, self._head_dim_vo), out_dtype),
-            lse_rows=_pack_rows(lse, 4, heads, FLOAT32),
+            q_rows=pack_query_rows(q, 16),
+            o_rows=pack_query_rows(
+                out, 4 * out_dtype.itemsize, (*heads, self._head_dim_vo), out_dtype
+            ),
+            lse_rows=pack_query_rows(lse, 4, heads, FLOAT32),
             sinks_stride=0 if sinks is None else sinks.strides[0],
             group=pack_divisor(q.shape[1] // num_kv_heads),
-            sinks_kind=0 if sinks is None else _KINDS[sinks.dtype],
+            sinks_kind=0 if sinks is None else KINDS[sinks.dtype],
             head_dim=k.array.shape[3],
             head_dim_vo=self._head_dim_vo,
             sm_scale=options["sm_scale"],
@@ -389,33 +374,6 @@ class PagedAttention:
         return tiles
 
 
-def _make_work(kind: _Kind, call: PagedCall) -> WorkLists | None:
-    """Make work lists; None: there is nothing to attend from."""
-    if kind.sizes is None:
-        return None
-    return kind.sizes.make(call.table, call.qo_indptr, call.custom_mask, kind)
-
-
-def _work_of_call(call: PagedCall, plan: Plan | None, kind: _Kind) -> WorkLists | None:
-    """Make the work lists of a call that brings none; None: there is nothing to attend from."""
-    if plan is not None:
-        require_plan(call.op, plan, kind.key)
-        if kind.sizes is not None:
-            raise ValueError(f"{call.op}: the plan was made for NumPy arrays")
-    elif cp.cuda.get_current_stream().is_capturing():
-        raise ValueError(
-            f"{call.op}: a call that is captured into a graph needs plan=: memory of one made "
-            "meanwhile would be given to others before the graph runs"
-        )
-    return _make_work(kind, call)
-
-
-def _signature(array: Array) -> tuple[Any, ...]:
-    """Name what a launch depends on of an array, but for its address."""
-    data = array.data
-    return (array.shape, array.dtype, array.strides, data.ptr % 16, data.device_id)
-
-
 def _mask_signature(call: PagedCall) -> tuple[Any, ...] | None:
     """Name what work lists depend on of a call's mask, but for its addresses."""
     mask = call.custom_mask
@@ -431,22 +389,3 @@ def _require_mask(op: str, work: WorkLists, mask: Mask | None) -> None:
     mine = work.mask
     if mine is None or mask is None or mine.data.data.ptr != mask.data.data.ptr:
         raise ValueError(f"{op}: the plan was made for another custom_mask")
-
-
-def _pack_rows(
-    array: Array | None, vector_bytes: int, shape: tuple[int, ...] = (), dtype: Any = None
-) -> bytes:
-    """Pack an array [rows, heads, ...]; one that is not there yet will be contiguous."""
-    if array is None:
-        feats = shape[2] if len(shape) > 2 else 1
-        pointer, row, head = 0, shape[1] * feats * dtype.itemsize, feats * dtype.itemsize
-    else:
-        pointer, (row, head), dtype = array.data.ptr, array.strides[:2], array.dtype
-    aligned = (pointer | row | head) % vector_bytes == 0
-    return _pack_query_rows(row, head, _KINDS[dtype], aligned)
-
-
-def _remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], value: Any) -> None:
-    if len(found) >= _MAX_REMEMBERED:
-        found.clear()
-    found[signature] = value

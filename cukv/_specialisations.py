@@ -165,6 +165,150 @@ class PrefillTile(NamedTuple):
 
 Tile = DecodeTile | PrefillTile
 
+
+class MlaDecodeTile(NamedTuple):
+    """Geometry of one specialisation of ``mla_decode``: a step of keys is for all warps."""
+
+    ckv: Any  # dtypes of the two parts of the cache
+    kpe: Any
+    warps: int
+    aligned: bool  # latent rows are moved 16 bytes at a time
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mla_decode"
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows."""
+        return 16
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step: 8 for each warp to score."""
+        return 8 * self.warps
+
+    @property
+    def round_steps(self) -> int:
+        """Steps at whose multiples a tile is cut."""
+        return 2
+
+    @property
+    def stages(self) -> int:
+        """Buffers of a step. About 150 KB on their way keep the memory of an H200 busy."""
+        if self.warps == 4:
+            return 2
+        return 5 if self.ckv in FP8 else 3
+
+    @property
+    def held(self) -> int:
+        """Steps of 16 columns of q_nope that registers hold beside sums and conversions."""
+        if self.warps == 8:
+            return 30
+        return 8 if self.ckv in FP8 else 16
+
+    @property
+    def cut_cost(self) -> int:
+        """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
+        return 4
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 2 if self.warps == 4 else 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Size of ``MlaDecodeCta::Smem`` in kernels/mla_decode.cu."""
+        ring = self.stages * self.tokens * (512 * self.ckv.itemsize + 128)
+        weights, maxima = 16 * 128, 16 * self.warps * 4
+        queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
+        keys = self.stages * self.warps + self.warps * 8 * 16  # and where rows begin
+        rows, item, gates = 16 * 8, 48, 2 * 56
+        used = ring + weights + queries + maxima + keys + rows + item + gates + 64  # and padding
+        return int(-(-used // 1024) * 1024)
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``mla_decode``."""
+        return {
+            "CKV": self.ckv,
+            "KPE": self.kpe,
+            "WARPS": self.warps,
+            "STAGES": self.stages,
+            "HELD": self.held,
+            "MIN_CTAS": self.ctas_per_sm,
+            "ALIGNED": str(self.aligned).lower(),
+        }
+
+
+class MlaDecodeSm90Tile(NamedTuple):
+    """Geometry of one specialisation of ``mla_decode_sm90``: two warpgroups share a tile."""
+
+    ckv: Any  # dtype of both parts of the cache
+    mapped: bool = True  # keys come by tensor maps
+    aligned: bool = True  # latent rows are moved 16 bytes at a time
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mla_decode_sm90"
+
+    @property
+    def kpe(self) -> Any:
+        """Dtype of kpe."""
+        return self.ckv
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows."""
+        return 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: two warpgroups that compute, and four warps that load."""
+        return 384
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step."""
+        return 64
+
+    @property
+    def round_steps(self) -> int:
+        """Steps at whose multiples a tile is cut: one of each warpgroup."""
+        return 2
+
+    @property
+    def cut_cost(self) -> int:
+        """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
+        return 6
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
+        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 22 * 8, 2 * 48 + 2 * 56
+        return int(-(-(tiles + states + barriers + items) // 1024) * 1024)
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``mla_decode_sm90``."""
+        return {"KV": self.ckv, "MAPPED": str(self.mapped).lower()}
+
+
+LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
+
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
 
@@ -206,6 +350,29 @@ def decode_tiles() -> tuple[DecodeTile, ...]:
     return tuple(tiles)
 
 
+# Dtypes of ckv and kpe that attention takes; kpe may stay in 16 bits, where it says more.
+_LATENT_DTYPES: tuple[tuple[Any, Any], ...] = (
+    (BFLOAT16, BFLOAT16),
+    (FLOAT16, FLOAT16),
+    (FLOAT8_E4M3, BFLOAT16),
+    (FLOAT8_E4M3, FLOAT16),
+    (FLOAT8_E4M3, FLOAT8_E4M3),
+)
+
+
+@functools.cache
+def latent_tiles() -> tuple[LatentTile, ...]:
+    """Every tile of attention over latent rows, those that suit a call better before the others."""
+    tiles: list[LatentTile] = []
+    for ckv, kpe in _LATENT_DTYPES:
+        # Eight warps need the shared memory of a data-centre GPU from Hopper on.
+        tiles += [MlaDecodeTile(ckv, kpe, 8, True), MlaDecodeTile(ckv, kpe, 4, True)]
+        tiles.append(MlaDecodeTile(ckv, kpe, 4, False))
+    for dtype in (BFLOAT16, FLOAT16):
+        tiles += [MlaDecodeSm90Tile(dtype, mapped) for mapped in (True, False)]
+    return tuple(tiles)
+
+
 @functools.cache
 def specialisations() -> dict[str, list[dict[str, Any]]]:
     """Every specialisation that may be launched: kernel name -> its sets of template arguments."""
@@ -220,6 +387,8 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "mask_indptr": [{}],
         "mask_tiles": [{"BITS": is_bits} for is_bits in ("true", "false")],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
+        "mla_decode": [t.template_args for t in latent_tiles() if t.kernel == "mla_decode"],
+        "mla_decode_sm90": [t.template_args for t in latent_tiles() if t.kernel != "mla_decode"],
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],
@@ -234,3 +403,8 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "slot_mapping": [{}],
         "token_indptr": [{}],
     }
+
+
+def runs_on(name: str, arch: str) -> bool:
+    """Tell whether an architecture has a kernel's instructions; its name says if only one has."""
+    return "_sm90" not in name or arch == "sm_90a"

@@ -9,7 +9,7 @@ from cukv._specialisations import decode_tiles, prefill_tiles
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._specialisations import Tile
+    from cukv._specialisations import LatentTile, Tile
 
 _SHORT_TOKENS = 2048  # of a request
 _LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
@@ -101,7 +101,7 @@ def _of_rows(tiles: list[Tile], packed: int) -> Tile:
     return next(tile for tile in tiles if tile.rows == rows)
 
 
-def ctas_per_sm(tile: Tile, device: int) -> int:
+def ctas_per_sm(tile: Tile | LatentTile, device: int) -> int:
     """CTAs of a tile that an SM holds at a time: as many as were asked for, if they fit."""
     per_cta, per_sm = smem_limits(device)
     if tile.smem_bytes > per_cta:

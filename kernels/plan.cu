@@ -5,8 +5,10 @@
 //   part g begins where the sum of costs reaches g * share, moved to a whole round of steps
 //
 // So every part has an equal share, and a tile is cut only where a part begins inside it: item
-// (tile, part) is items[tile + part]. With fixed_item_tokens a tile is cut at multiples of it
-// instead, whatever else is in the batch, and a part begins with the item that it falls into.
+// (tile, part) is items[tile + part]. Where parts of as many whole tiles take no longer than parts of
+// an even share with its cuts, the share is that many tiles. With fixed_item_tokens a tile is cut at
+// multiples of it instead, whatever else is in the batch, and a part begins with the item that it
+// falls into.
 // A team of threads owns a request, a thread of it a run of the request's tiles. Every CTA sums the
 // costs of all requests before its own by itself, so that CTAs need not wait for each other. Bound by
 // latency.
@@ -125,12 +127,15 @@ struct FixedItems {
 template <bool ONE_TILE, bool FIXED>
 struct Taken {
     int64_t cost = 0;
+    int32_t largest = 0;  // of a tile; of this thread's only
     int64_t tiles = 0;
     int64_t fixed_items = 0;
     int64_t fixed_slots = 0;
 
     __device__ __forceinline__ void add(const TileList& list, const Tile& tile, int32_t num_tiles) {
-        cost += tile.cost(list);
+        const int32_t own_cost = tile.cost(list);
+        cost += own_cost;
+        largest = max(largest, own_cost);
         tiles += 1;
         if constexpr (FIXED) {
             const int32_t num = FixedItems(list, tile, num_tiles).num;
@@ -297,6 +302,7 @@ constexpr int MAX_THREADS = 512;
 template <bool ONE_TILE, bool FIXED>
 __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ PlanParams p) {
     __shared__ ScanSmem smem;
+    __shared__ int32_t largest;  // cost of a tile of this CTA's requests
     griddepcontrol_wait();
     const bool is_second = !ONE_TILE && blockIdx.x >= p.num_ctas;
     const TileList& list = is_second ? p.second : p.first;
@@ -313,7 +319,14 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
     if (owned) {
         own.add(p, list, run);
     }
+    if (threadIdx.x == 0) {
+        largest = 0;
+    }
     Taken<ONE_TILE, FIXED> at = own.before(smem, all);
+    if (!FIXED && list.cut_cost > 0) {
+        atomicMax(&largest, own.largest);
+        __syncthreads();  // all are in
+    }
     if (p.num_ctas > 1) {
         Taken<ONE_TILE, FIXED> earlier, others, sum;  // of the CTAs before this one, of all
 #pragma unroll(ONE_TILE && !FIXED ? 4 : 1)
@@ -331,7 +344,17 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
     }
     const uint32_t parts = list.work.num_parts;
     const uint32_t even = (static_cast<uint32_t>(min(all.cost, MAX_COST)) + parts - 1) / parts;
-    const int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(list));
+    int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(list));
+    if constexpr (!FIXED) {
+        if (list.cut_cost > 0 &&
+            p.num_ctas == 1) {  // many more tiles than parts are hardly ever cut
+            const uint32_t num_tiles = ONE_TILE ? batch_size : all.tiles;
+            const int64_t whole = int64_t{largest} * ((num_tiles + parts - 1) / parts);
+            share = whole > share + units(list, list.cut_cost)
+                        ? share
+                        : max(share, static_cast<int32_t>(whole));
+        }
+    }
     const bool dealt = all.cost <= MAX_COST;
 
     // 2 its items, and the parts that begin with them

@@ -181,6 +181,13 @@ def test_offsets_are_64_bit(rng):
         assert_same_bits(got.data[:5, 0], want)
         assert_same_bits(got.data[5:, 0], want)
     assert_same_bits(cache.data[pages - 1], cache.data[0])
+    for heads in (16, 128):
+        q = [
+            cp.asarray(random_rows(rng, (1, heads, n), "bfloat16").repeat(2, 0)) for n in (512, 64)
+        ]
+        o = cache.decode(*q, table, sm_scale=0.07)
+        assert_same_bits(o[1], o[0])
+        assert bits(o).any()
     cache.copy_pages([pages - 1], [pages - 2])
     assert_same_bits(cache.data[pages - 2], cache.data[0])
     assert not bits(cache.data[1]).any()
@@ -452,7 +459,7 @@ def test_calls_mix_no_homes_and_say_what_exists():
         lambda: cache.decode(*q, table, sm_scale=0.1),
         lambda: cache.plan(q[0], table),
     ):
-        with pytest.raises(NotImplementedError, match=r"^MLAPagedCache.*append, gather"):
+        with pytest.raises(NotImplementedError, match=r"^MLAPagedCache.decode: head_dim_ckv=512"):
             call()
 
 

@@ -20,6 +20,7 @@ from tolerances import to_numpy
 
 import cukv
 from cukv import _kernels
+from cukv._specialisations import runs_on
 
 TESTS = Path(__file__).parent
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -62,6 +63,9 @@ class Arguments:
         kv = PagedCase((45, 0, 8, 700), 16, 2, kv_dim, dtype="bfloat16", index_dtype=index_dtype)
         self.kv, self.kv_table = kv.nouns(kv.arrays(rng), xp)
         self.q = on(xp, kv.queries(rng, 9, 8))
+        latent = MLACase((45, 0, 8, 700), 16, 512, 64, "bfloat16", index_dtype=index_dtype)
+        self.latent, self.latent_table = latent.nouns(latent.arrays(rng), xp)
+        self.latent_q = [on(xp, random_rows(rng, (9, 40, n), "bfloat16")) for n in (512, 64)]
         self.qo_indptr = on(xp, np.array([0, 3, 4, 4, 9], index_dtype))
 
     @property
@@ -73,6 +77,28 @@ class Arguments:
     def decode_plan(self):
         """Plan that captured calls of decode are given."""
         return self.kv.plan(self.q[:4], self.kv_table)
+
+    def latent_call(self, num_rows, num_heads):
+        """Give queries and options of attention over latents, of a row or of rows per request."""
+        q = [x[:num_rows, :num_heads] for x in self.latent_q]
+        return q, {} if num_rows == 4 else {"qo_indptr": self.qo_indptr, "causal": True}
+
+    @functools.cached_property
+    def latent_plans(self):
+        """Plans that captured calls of latent attention are given, by rows and heads."""
+        plans = {}
+        for shape in ((4, 8), (9, 40)):
+            q, options = self.latent_call(*shape)
+            plans[shape] = self.latent.plan(q[0], self.latent_table, **options)
+        return plans
+
+    def attend_latent(self, *shape):
+        """Attend over latents."""
+        q, options = self.latent_call(*shape)
+        return self.latent.decode(
+            *q, self.latent_table, sm_scale=0.07, plan=self.latent_plans[shape], return_lse=True,
+            **options,
+        )  # fmt: skip
 
     @functools.cached_property
     def prefill_plan(self):
@@ -115,6 +141,8 @@ CALLS = {
     "RaggedTensor.lens": lambda a: cukv.RaggedTensor(a.k, a.indptr).lens,
     "Plan.update": lambda a: a.decode_plan.update(),
     "decode": lambda a: a.kv.decode(a.q[:4], a.kv_table, plan=a.decode_plan, return_lse=True),
+    "MLA decode": lambda a: a.attend_latent(4, 8),
+    "MLA decode of many rows": lambda a: a.attend_latent(9, 40),
     "prefill": lambda a: a.kv.prefill(
         a.rows, a.kv_table, causal=True, plan=a.prefill_plan, return_lse=True
     ),
@@ -184,7 +212,9 @@ def test_the_calls_launch_every_kernel():
     arguments = Arguments(cp)
     for call in CALLS.values():
         call(arguments)
-    assert {key[0] for key in _kernels._loaded} >= set(_kernels.specialisations())
+    arch = _kernels.arch_of(cp.cuda.Device().id)
+    names = {name for name in _kernels.specialisations() if runs_on(name, arch)}
+    assert {key[0] for key in _kernels._loaded} >= names
 
 
 # What the sanitizer watches
@@ -363,6 +393,53 @@ def attend():
     print("called everything")
 
 
+# Few and many heads, pages that tensor maps take and others, fp8.
+LATENTS = [
+    (16, 17, "bfloat16"),
+    (128, 16, "float16"),
+    (128, 17, "bfloat16"),
+    (5, 64, "float8_e4m3fn"),
+]
+
+
+def attend_latents_with_garbage(cache, q, rng, dtype, kind):
+    """Attend over latents with a table of garbage, under a plan that was not told and then told."""
+    lens = (45, 0, 8, 2000, 1)
+    pages = rng.integers(0, cache.max_num_pages, sum(-(-n // cache.page_size) for n in lens))
+    right = cukv.PageTable.from_seq_lens(lens, cache.page_size, on(cp, pages.astype(dtype)))
+    parts = right.indptr, right.indices, right.last_page_len
+    table = cukv.PageTable(*(x.astype(dtype) for x in parts), cache.page_size)
+    options = {"qo_indptr": on(cp, indptr_of((3, 0, 1, 0, 1), dtype)), "causal": True}
+    plan = cache.plan(q[0], table, **options)
+    for _ in range(2):
+        for x in (table.indptr, table.indices, table.last_page_len, options["qo_indptr"]):
+            x[...] = garbage(rng, len(x), dtype, kind)
+        for _ in range(2):
+            cache.decode(*q, table, sm_scale=0.1, plan=plan, return_lse=True, **options)
+            plan.update()
+
+
+def attend_latents():
+    """Attend over latents in every way, with every array in an allocation of its own."""
+    cp.cuda.set_allocator(None)
+    for heads, page_size, dtype in LATENTS:
+        rng = np.random.default_rng(heads)
+        case = MLACase((45, 0, 8, 900, 1), page_size, dtype=dtype, form="pair")
+        cache, table = case.nouns(case.arrays(rng), cp)
+        kind = "bfloat16" if dtype.startswith("float8") else dtype
+        q = [on(cp, random_rows(rng, (5, heads, n), kind)) for n in (512, 64)]
+        cache.decode(*q, table, sm_scale=0.1, return_lse=True)
+        rows = {"qo_indptr": [0, 1, 1, 2, 5, 5], "causal": True}
+        cache.decode(*q, table, sm_scale=0.1, return_lse=True, **rows)
+        off = cukv.MLAPagedCache(tuple(misaligned(x) for x in cache.data))
+        out = misaligned(on(cp, np.zeros((5, heads, 512), np.float16)))
+        off.decode(*map(misaligned, q), table, sm_scale=0.1, out=out)
+        for kind in ("any bits", "near", "extremes"):
+            attend_latents_with_garbage(cache, q, rng, np.int32, kind)
+        cp.cuda.Device().synchronize()
+    print("called everything")
+
+
 def watch(call, tool, *options, timeout):
     """Run a function of this file under a tool of compute-sanitizer and give what it said."""
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -384,7 +461,7 @@ def watch(call, tool, *options, timeout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("call", [main, attend])
+@pytest.mark.parametrize("call", [main, attend, attend_latents])
 def test_no_kernel_touches_memory_beside_its_arrays(call):
     said = watch(call, "memcheck", "--report-api-errors", "no", timeout=120)
     assert "ERROR SUMMARY: 0 errors" in said

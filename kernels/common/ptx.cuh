@@ -72,6 +72,18 @@ __device__ __forceinline__ int32_t atom_add_acq_rel(int32_t* counter, int32_t x)
     return before;
 }
 
+// Loads a word, and sees all that was written before the store that it finds there.
+__device__ __forceinline__ int32_t ld_acquire(const int32_t* from) {
+    int32_t x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+
+// Stores a word; whoever finds it there sees what this thread has written or seen written before.
+__device__ __forceinline__ void st_release(int32_t* to, int32_t x) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 // Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need it.
 __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     uint4 x;
@@ -88,11 +100,33 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+// How the L2 should treat lines: first to be evicted, or as any other.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ uint64_t createpolicy_evict_unchanged() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Starts a copy of 16 bytes, of which the first src_bytes are read and the others become zeros.
 __device__ __forceinline__ void cp_async_16(uint32_t to_smem, const void* from, int src_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(from),
                  "r"(src_bytes)
                  : "memory");
+}
+
+// The same under a policy of the L2.
+__device__ __forceinline__ void cp_async_16(
+    uint32_t to_smem, const void* from, int src_bytes, uint64_t policy) {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
+        "l"(from), "r"(src_bytes), "l"(policy)
+        : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit_group() {

@@ -46,13 +46,11 @@ __device__ __forceinline__ void copy_rows(
     char* buffer, const char* const (&rows)[TOKENS], int num_bytes, uint32_t keys) {
     constexpr int LANES = ROW_BYTES < 512 ? ROW_BYTES / 16 : WARP_SIZE;  // of a row
     constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
-    static_assert(ROW_BYTES <= 512 && WARP_SIZE % LANES == 0, "lanes share rows evenly");
+    static_assert(WARP_SIZE % LANES == 0, "lanes share rows evenly");
+    static_assert(ROW_BYTES % (LANES * 16) == 0, "a lane has as many chunks as any other");
     const int lane_idx = threadIdx.x % WARP_SIZE;
     const int first = lane_idx / LANES, chunk = lane_idx % LANES;
     const uint32_t to = smem_address(buffer) + swizzled<ROW_BYTES>(first, chunk);
-    if (chunk * 16 >= num_bytes) {
-        return;
-    }
     // Look-ups apart from copies, each of which would have to wait for the look-up before it: they go
     // to shared memory both.
     constexpr int NUM = TOKENS / ROWS_AT_ONCE, BATCH = NUM < 8 ? NUM : 8;
@@ -64,10 +62,18 @@ __device__ __forceinline__ void copy_rows(
             from[i] = rows[base + i * ROWS_AT_ONCE + first] + chunk * 16;
         }
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int row = base + i * ROWS_AT_ONCE;
-            const int src_bytes = ALL || (keys >> (row + first) & 1) != 0 ? 16 : 0;
-            cp_async_16(rows_on<ROW_BYTES>(to, row), from[i], src_bytes);
+        for (int chunks = 0; chunks < ROW_BYTES / 16; chunks += LANES) {
+            if ((chunk + chunks) * 16 >= num_bytes) {
+                break;
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int row = base + i * ROWS_AT_ONCE;
+                const int src_bytes = ALL || (keys >> (row + first) & 1) != 0 ? 16 : 0;
+                cp_async_16(
+                    chunks_on(rows_on<ROW_BYTES>(to, row), chunks), from[i] + chunks * 16,
+                    src_bytes);
+            }
         }
     }
 }

@@ -1,0 +1,386 @@
+"""Attention over latent pages on a GPU: plans and launches.
+
+As ``_paged_attention.py`` does for keys and values: a cache remembers what it worked out for each
+signature of a call, so that a call compares it, checks what may differ and launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cupy as cp
+
+from cukv._arrays import FLOAT32, FP8, Array, as_array, empty, home
+from cukv._attention import (
+    check_options,
+    check_queries,
+    check_results,
+    output_dtype,
+    plan_key,
+    require_plan,
+)
+from cukv._check import match, match_dtype, match_index, match_rows
+from cukv._index import UNIT_SCALE, as_index, host_scale, pack_divisor, pack_scale
+from cukv._kernels import BoundLaunch, arch_of, kernel, num_sms
+from cukv._latent_maps import NO_MAPS, can_be_mapped, latent_maps
+from cukv._launches import (
+    AS_GIVEN,
+    PlanKind,
+    array_signature,
+    make_work,
+    pack_query_rows,
+    remember,
+    work_of_call,
+)
+from cukv._plan import Batch, Cut, Plan, WorkSizes
+from cukv._specialisations import MlaDecodeSm90Tile, latent_tiles, runs_on
+from cukv._tiles import ctas_per_sm
+
+if TYPE_CHECKING:
+    from cukv._pages import PagePair
+    from cukv._rows import Pages
+    from cukv._specialisations import LatentTile
+    from cukv.page_table import PageTable
+
+_HEAD_DIM_CKV = 512  # kernels/common/latent.cuh
+_HEAD_DIM_KPE = 64
+_MAX_PARTS = 256  # MAX_LATENT_ITEMS there
+_PER_CALL = ("table", "q_nope", "q_pe", "o", "lse", "work", "ckv_scale", "kpe_scale")
+
+
+class LatentCall(NamedTuple):
+    """Attention over latent pages, but for the cache: what a plan of it must know."""
+
+    op: str
+    q_nope: Array  # [rows, num_qo_heads, head_dim_ckv]
+    qo_indptr: Array | None  # rows of each request; without it there is one
+    table: PageTable
+    causal: bool
+
+    @property
+    def custom_mask(self) -> None:
+        """What paged calls may have, and latent ones have not."""
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        pages: PagePair,
+        q_nope: Any,
+        qo_indptr: Any,
+        table: PageTable,
+        causal: Any,
+    ) -> LatentCall:
+        """Make arrays of what a caller gave."""
+        pages.check_table(op, table)
+        if type(q_nope) is not cp.ndarray:
+            q_nope = as_array(op, "q_nope", q_nope)
+        if type(qo_indptr) not in AS_GIVEN:
+            qo_indptr = as_index(op, "qo_indptr", qo_indptr, table.indptr)
+        return cls(op, q_nope, qo_indptr, table, bool(causal))
+
+
+def check_latent_call(call: LatentCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:
+    """Check a call against a cache: (what a plan depends on, home)."""
+    op, q_nope, qo_indptr, table, causal = call
+    ckv, kpe = pages
+    dims: dict[str, int | None] = {"head_dim_ckv": ckv.array.shape[3]}
+    if qo_indptr is None:
+        dims["rows"] = table.batch_size
+    else:
+        match_index(op, "qo_indptr", qo_indptr, table.batch_size + 1)
+    match(op, "q_nope", q_nope, ("rows", "num_qo_heads", "head_dim_ckv"), dims)
+    check_queries(op, "q_nope", q_nope, ckv.dtype)
+    xp = home(op, q_nope=q_nope, cache=ckv.array, table=table.indptr, qo_indptr=qo_indptr)
+    key = plan_key(
+        q_nope,
+        cache=(pages.page_size, kpe.array.shape[3], ckv.dtype.name, kpe.dtype.name),
+        batch_size=table.batch_size,
+        indices=len(table.indices),
+        qo_indptr=qo_indptr is not None,
+        causal=causal,
+    )
+    return key, xp
+
+
+def check_rotary_queries(op: str, q_nope: Array, q_pe: Array, kpe: Pages) -> None:
+    """Raise unless q_pe belongs to q_nope and to kpe."""
+    dims: dict[str, int | None] = {
+        "rows": q_nope.shape[0],
+        "num_qo_heads": q_nope.shape[1],
+        "head_dim_kpe": kpe.array.shape[3],
+    }
+    match(op, "q_pe", q_pe, ("rows", "num_qo_heads", "head_dim_kpe"), dims)
+    match_dtype(op, "q_pe", q_pe, q_nope.dtype)
+    check_queries(op, "q_pe", q_pe, kpe.dtype)
+    home(op, q_nope=q_nope, q_pe=q_pe)
+
+
+def latent_scale(op: str, pages: Pages, scale: Any) -> Any:
+    """Parse a scale: packed for a kernel, or a float for NumPy; only fp8 parts are scaled."""
+    name = f"{pages.name}_scale"
+    on_host = pages.device < 0
+    parsed = host_scale(op, name, scale) if on_host else pack_scale(op, name, scale, pages.device)
+    if parsed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
+        shown = "an array on the GPU" if isinstance(scale, cp.ndarray) else scale
+        raise ValueError(
+            f"{op}: {name} must be 1.0, got {shown}: only fp8 pages hold scaled values, these are "
+            f"{pages.dtype.name}"
+        )
+    return parsed
+
+
+@functools.cache
+def _kinds_of(*_geometry: Any) -> dict[tuple[Any, ...], PlanKind]:
+    """Give the kinds of plans that caches of one geometry, the layers of a model, share."""
+    return {}
+
+
+class LatentAttention:
+    """Attention over one latent cache, by the kernel whose tiles suit a call."""
+
+    __slots__ = ("_aligned", "_kinds", "_launches", "_mapped", "_pages")
+
+    def __init__(self, pages: PagePair) -> None:
+        self._pages = pages
+        ckv, kpe = pages
+        self._aligned = ckv.alignment == kpe.alignment == 16
+        self._mapped = can_be_mapped(pages)
+        shapes = ckv.array.shape[1:], kpe.array.shape[1:]
+        self._kinds = _kinds_of(shapes, ckv.dtype, kpe.dtype, ckv.device, self._aligned)
+        # Launches do not depend on the number of pages, which changes from step to step.
+        self._launches: dict[tuple[Any, ...], BoundLaunch | None] = {}
+
+    # -------------------------------------------------------------------------------------- plans
+
+    def plan(self, call: LatentCall) -> Plan:
+        """Make the work list of calls like this one."""
+        kind = self._kind(call)
+        return Plan(call.op, kind.key, make_work(kind, call))
+
+    def _kind(self, call: LatentCall) -> PlanKind:
+        """Give what plans like this one share, checked and sized at the first of them."""
+        op, q_nope, qo_indptr, table, causal = call
+        if type(q_nope) is not cp.ndarray:
+            home(op, q_nope=q_nope, cache=self._pages.first.array)
+        signature = (
+            q_nope.shape,
+            q_nope.dtype,
+            q_nope.data.device_id,
+            None if qo_indptr is None else array_signature(qo_indptr),
+            table.device,
+            table.batch_size,
+            table.indices.size,
+            causal,
+        )
+        kind = self._kinds.get(signature)
+        if kind is None:
+            key, _ = check_latent_call(call, self._pages)
+            if table.batch_size == 0 or q_nope.size == 0:
+                kind = PlanKind(key, table.device)
+            else:
+                kind = PlanKind(key, table.device, *self._work(call))
+            remember(self._kinds, signature, kind)
+        return kind
+
+    def _work(self, call: LatentCall) -> tuple[tuple[LatentTile], WorkSizes]:
+        """Choose a tile, and find the sizes of its work list."""
+        op, q_nope, qo_indptr, table, causal = call
+        num_rows, num_qo_heads, _ = q_nope.shape
+        one_row = qo_indptr is None
+        packed = num_qo_heads if one_row else -(-num_rows * num_qo_heads // table.batch_size)
+        tile = self._choose_tile(op, packed)
+        num_blocks, group_size = _blocks(tile, num_qo_heads)
+        cut = Cut(
+            rows=tile.rows,
+            head_dim_vo=_HEAD_DIM_CKV,
+            step_tokens=tile.tokens,
+            round_steps=tile.round_steps,
+            num_parts=self._num_parts(tile, num_blocks),
+            cut_cost=tile.cut_cost,
+        )
+        num_tokens = table.indices.size * table.page_size
+        batch = Batch(table.batch_size, num_tokens, num_rows, group_size, num_blocks, one_row, None)
+        return (tile,), WorkSizes(
+            (cut,),
+            batch,
+            table.device,
+            causal=causal and not one_row,  # one row sees all keys up to its own
+            window_left=-1,
+            batch_invariant=False,
+        )
+
+    def _choose_tile(self, op: str, packed_rows: int) -> LatentTile:
+        """Choose a tile for requests of so many packed rows."""
+        ckv, kpe = self._pages
+        dims = ckv.array.shape[3], kpe.array.shape[3]
+        if dims != (_HEAD_DIM_CKV, _HEAD_DIM_KPE):
+            raise NotImplementedError(
+                f"{op}: head_dim_ckv={_HEAD_DIM_CKV} with head_dim_kpe={_HEAD_DIM_KPE} is what "
+                f"there is on a GPU, got {dims[0]} with {dims[1]}"
+            )
+        dtypes = ckv.dtype, kpe.dtype
+        tiles = [tile for tile in latent_tiles() if (tile.ckv, tile.kpe) == dtypes]
+        if not tiles:
+            known = sorted({f"{tile.ckv.name} with {tile.kpe.name}" for tile in latent_tiles()})
+            raise NotImplementedError(
+                f"{op}: on a GPU there are {', '.join(known)} for ckv and kpe, "
+                f"got {dtypes[0].name} with {dtypes[1].name}"
+            )
+        arch = arch_of(ckv.device)
+        tiles = [
+            tile
+            for tile in tiles
+            if tile.aligned == self._aligned
+            and runs_on(tile.kernel, arch)
+            and ctas_per_sm(tile, ckv.device)
+        ]
+        if not tiles:
+            raise NotImplementedError(f"{op}: this GPU has too little shared memory per CTA")
+        # As many rows as the average request has, if a tile holds them.
+        most = max(tile.rows for tile in tiles)
+        return next(tile for tile in tiles if tile.rows >= min(packed_rows, most))
+
+    def _num_parts(self, tile: LatentTile, num_blocks: int) -> int:
+        """CTAs per block of heads that run at a time."""
+        device = self._pages.first.device
+        ctas = num_sms(device) * ctas_per_sm(tile, device)
+        return min(max(1, ctas // num_blocks), _MAX_PARTS)
+
+    # -------------------------------------------------------------------------------------- calls
+
+    def attend(
+        self,
+        call: LatentCall,
+        q_pe: Array,
+        sm_scale: Any,
+        scales: tuple[Any, Any],
+        plan: Plan | None,
+        results: tuple[Any, Any, bool],
+    ) -> Any:
+        """Attend by a plan, or by one made for this call.
+
+        ``scales`` are those of ckv and kpe; ``results`` are ``out``, ``lse`` and ``return_lse``.
+        All of them are as the caller gave them.
+        """
+        op, q_nope, qo_indptr, table, causal = call
+        for name, q in (("q_nope", q_nope), ("q_pe", q_pe)):
+            if type(q) is not cp.ndarray:
+                home(op, cache=self._pages.first.array, **{name: q})
+        out, lse, return_lse = results
+        if type(out) not in AS_GIVEN or type(lse) not in AS_GIVEN:
+            out, lse = check_results(op, q_nope, _HEAD_DIM_CKV, out, lse)
+        if type(sm_scale) is not float:
+            sm_scale = host_scale(op, "sm_scale", sm_scale)
+        # A plan is checked once for all of its kind, or below if it has no work list.
+        work = plan.work if type(plan) is Plan else None
+        signature = (
+            array_signature(q_nope),
+            array_signature(q_pe),
+            causal,
+            sm_scale,
+            None if out is None else array_signature(out),
+            None if lse is None else array_signature(lse),
+            None if qo_indptr is None else array_signature(qo_indptr),
+            table.device,
+            table.batch_size,
+            table.indices.size,
+            None if work is None else work.kind,
+        )
+        if signature in self._launches:
+            launch = self._launches[signature]
+        else:
+            launch = self._prepare(call, q_pe, sm_scale, plan, (out, lse))
+            remember(self._launches, signature, launch)
+        ckv, kpe = self._pages
+        ckv_scale, kpe_scale = scales
+        factors = latent_scale(op, ckv, ckv_scale), latent_scale(op, kpe, kpe_scale)
+        if work is None:
+            work = work_of_call(call, plan, self._kind(call))
+        if out is None:
+            out = empty(op, q_nope.shape, output_dtype(q_nope), cp, like=q_nope)
+        if lse is None and return_lse:
+            lse = empty(op, q_nope.shape[:2], FLOAT32, cp, like=q_nope)
+        if work is not None and launch is not None:
+            launch(
+                table.packed,
+                q_nope.data.ptr,
+                q_pe.data.ptr,
+                out.data.ptr,
+                0 if lse is None else lse.data.ptr,
+                *work.packed,
+                *factors,
+            )
+        return (out, lse) if return_lse else out
+
+    def _prepare(
+        self,
+        call: LatentCall,
+        q_pe: Array,
+        sm_scale: float,
+        plan: Plan | None,
+        results: tuple[Any, Any],
+    ) -> BoundLaunch | None:
+        """Check a call, and prepare the launch of all calls like it; None: nothing to attend."""
+        op, q_nope, qo_indptr, table, causal = call
+        key, _ = check_latent_call(call, self._pages)
+        check_rotary_queries(op, q_nope, q_pe, self._pages.second)
+        check_options(op, _HEAD_DIM_CKV, q_nope.shape[1], sm_scale=sm_scale)
+        for name, q in (("q_nope", q_nope), ("q_pe", q_pe)):
+            match_rows(op, name, q)
+        out, lse = results
+        check_results(op, q_nope, self._pages.first.array.shape[3], out, lse)
+        require_plan(op, plan, key)
+        kind = self._kind(call)
+        if not kind.tiles:
+            return None
+        (tile,) = kind.tiles
+        if plan is not None and plan.work is not None:
+            tile = self._tile_of_plan(op, plan, table.device)
+        ckv, kpe = self._pages
+        num_blocks, group_size = _blocks(tile, q_nope.shape[1])
+        heads = q_nope.shape[:2]
+        out_dtype = output_dtype(q_nope) if out is None else out.dtype
+        maps = {}
+        if isinstance(tile, MlaDecodeSm90Tile):
+            tile = tile._replace(mapped=self._mapped)  # a plan may be of other strides
+            maps = (latent_maps(self._pages) if self._mapped else NO_MAPS)._asdict()
+        return kernel(tile.kernel, ckv.device, **tile.template_args).bind(
+            self._num_parts(tile, num_blocks) * num_blocks,
+            tile.threads,
+            tile.smem_bytes,
+            per_call=_PER_CALL,
+            ckv=ckv.packed,
+            kpe=kpe.packed,
+            q_nope_rows=pack_query_rows(q_nope, 16),
+            q_pe_rows=pack_query_rows(q_pe, 16),
+            o_rows=pack_query_rows(out, 4 * out_dtype.itemsize, (*heads, _HEAD_DIM_CKV), out_dtype),
+            lse_rows=pack_query_rows(lse, 4, heads, FLOAT32),
+            group=pack_divisor(group_size),
+            num_qo_heads=q_nope.shape[1],
+            sm_scale=sm_scale,
+            causal=causal and qo_indptr is not None,
+            evict_first=qo_indptr is None,  # rows beyond a tile read the same keys again
+            **maps,
+        )
+
+    def _tile_of_plan(self, op: str, plan: Plan, device: int) -> LatentTile:
+        """Give the tile that a plan settled on, or raise if it cannot serve this cache."""
+        assert plan.work is not None
+        kind = plan.work.kind
+        (tile,) = kind.tiles
+        if tile.aligned != self._aligned:
+            raise ValueError(
+                f"{op}: the plan was made for a cache that is aligned to 16 bytes "
+                f"({tile.aligned}), got one that is ({self._aligned})"
+            )
+        if kind.device != device:
+            raise ValueError(f"{op}: the plan was made for device={kind.device}, got {device}")
+        return tile  # type: ignore[no-any-return]
+
+
+def _blocks(tile: LatentTile, num_qo_heads: int) -> tuple[int, int]:
+    """Deal query heads to blocks that a tile's rows hold: (blocks, heads of each but the last)."""
+    num_blocks = -(-num_qo_heads // tile.rows)
+    return num_blocks, -(-num_qo_heads // num_blocks)

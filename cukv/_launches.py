@@ -1,0 +1,83 @@
+"""What calls of attention over pages share on a GPU: signatures, packed rows, kinds of plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cupy as cp
+
+from cukv._arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, Array
+from cukv._attention import require_plan
+from cukv._kernels import packer
+
+if TYPE_CHECKING:
+    from cukv._attention import PagedCall
+    from cukv._latent_attention import LatentCall
+    from cukv._plan import Plan, WorkLists, WorkSizes
+
+_pack_query_rows = packer("QueryRows")
+
+# kernels/common/queries.cuh KIND_*
+KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
+AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
+_MAX_REMEMBERED = 256  # signatures of a cache
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlanKind:
+    """What plans of one signature share. Compared by identity, so that calls find it at once."""
+
+    key: tuple[tuple[str, Any], ...]
+    device: int
+    tiles: tuple[Any, ...] = ()  # of each work list; none: there is nothing to attend from
+    sizes: WorkSizes | None = None
+
+
+def make_work(kind: PlanKind, call: PagedCall | LatentCall) -> WorkLists | None:
+    """Make work lists; None: there is nothing to attend from."""
+    if kind.sizes is None:
+        return None
+    return kind.sizes.make(call.table, call.qo_indptr, call.custom_mask, kind)
+
+
+def work_of_call(
+    call: PagedCall | LatentCall, plan: Plan | None, kind: PlanKind
+) -> WorkLists | None:
+    """Make the work lists of a call that brings none; None: there is nothing to attend from."""
+    if plan is not None:
+        require_plan(call.op, plan, kind.key)
+        if kind.sizes is not None:
+            raise ValueError(f"{call.op}: the plan was made for NumPy arrays")
+    elif cp.cuda.get_current_stream().is_capturing():
+        raise ValueError(
+            f"{call.op}: a call that is captured into a graph needs plan=: memory of one made "
+            "meanwhile would be given to others before the graph runs"
+        )
+    return make_work(kind, call)
+
+
+def array_signature(array: Array) -> tuple[Any, ...]:
+    """Name what a launch depends on of an array, but for its address."""
+    data = array.data
+    return (array.shape, array.dtype, array.strides, data.ptr % 16, data.device_id)
+
+
+def pack_query_rows(
+    array: Array | None, vector_bytes: int, shape: tuple[int, ...] = (), dtype: Any = None
+) -> bytes:
+    """Pack an array [rows, heads, ...]; one that is not there yet will be contiguous."""
+    if array is None:
+        feats = shape[2] if len(shape) > 2 else 1
+        pointer, row, head = 0, shape[1] * feats * dtype.itemsize, feats * dtype.itemsize
+    else:
+        pointer, (row, head), dtype = array.data.ptr, array.strides[:2], array.dtype
+    aligned = (pointer | row | head) % vector_bytes == 0
+    return _pack_query_rows(row, head, KINDS[dtype], aligned)
+
+
+def remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], value: Any) -> None:
+    """Keep what was worked out for a signature, with a bound on how many are kept."""
+    if len(found) >= _MAX_REMEMBERED:
+        found.clear()
+    found[signature] = value

@@ -1,0 +1,307 @@
+// Attention over latent rows: what its kernels are given, and how tiles of several items end.
+//
+// All query heads share one key, [ckv, kpe] of a token, and one value, its ckv. Heads fall into
+// blocks, which the work list calls KV heads: the CTAs of all blocks walk side by side, so that a
+// token comes from memory once. The last block may be short.
+#pragma once
+#include "common/queries.cuh"
+#include "common/slots.cuh"
+
+namespace cukv {
+
+constexpr int HEAD_DIM_CKV = 512;
+constexpr int HEAD_DIM_KPE = 64;
+constexpr int MAX_LATENT_ITEMS = 256;  // of a tile, for the registers of a merge
+
+struct LatentParams {
+    PageTable table;     // of it the page ids: lengths are the work list's
+    const char* q_nope;  // [rows, num_qo_heads, HEAD_DIM_CKV]
+    const char* q_pe;    // [rows, num_qo_heads, HEAD_DIM_KPE]
+    char* o;             // [rows, num_qo_heads, HEAD_DIM_CKV]
+    char* lse;           // [rows, num_qo_heads] float32, base 2, or null
+    WorkList work;       // its KV heads are blocks of query heads
+    Scale ckv_scale;
+    Scale kpe_scale;
+    Pages ckv;
+    Pages kpe;
+    QueryRows q_nope_rows;
+    QueryRows q_pe_rows;
+    QueryRows o_rows;
+    QueryRows lse_rows;
+    Divisor group;  // by the query heads of a block
+    int32_t num_qo_heads;
+    float sm_scale;
+    int32_t causal;
+    int32_t evict_first;  // 1: latent rows leave the L2 first
+};
+
+// A row of a tile in q, o and lse.
+struct LatentRow {
+    const LatentParams& p;
+    const PackedRow at;
+    const bool owned;  // not past the tile's rows, nor past the last head
+
+    __device__ __forceinline__
+    LatentRow(const LatentParams& p, const Item& item, int block, int row)
+        : p(p),
+          at(p.group, item, block, row),
+          owned(row < item.num_rows && at.qo_head < p.num_qo_heads) {}
+
+    // What sums are multiplied by to be outputs; 0 without a key.
+    static __device__ __forceinline__ float factor(const LatentParams& p, float d) {
+        return d > 0.0f ? p.ckv_scale.get() / d : 0.0f;
+    }
+
+    // Stores the outputs of many vectors of four sums: each_vector(visit) calls visit(sums, feat).
+    // The usual dtypes have a loop of their own: instructions that are read once are what short
+    // launches wait for. Adding 0 makes outputs of a row without keys +0.
+    template <typename EachVector>
+    __device__ __forceinline__ void store(float factor, EachVector each_vector) const {
+        char* to = p.o + (owned ? p.o_rows.offset(at) : 0);
+        if (p.o_rows.kind <= KIND_BFLOAT16 && p.o_rows.aligned) {
+            const bool is_half = p.o_rows.kind == KIND_HALF;
+            each_vector([&](const float (&sums)[4], int feat) {
+                float x[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    x[i] = fmaf(sums[i], factor, 0.0f);
+                }
+                const uint2 pairs = make_uint2(
+                    is_half ? cvt_pair<half>(x[0], x[1]) : cvt_pair<bfloat16>(x[0], x[1]),
+                    is_half ? cvt_pair<half>(x[2], x[3]) : cvt_pair<bfloat16>(x[2], x[3]));
+                if (owned) {
+                    *reinterpret_cast<uint2*>(to + 2 * feat) = pairs;
+                }
+            });
+            return;
+        }
+        const int bytes = element_bytes(p.o_rows.kind);
+        each_vector([&](const float (&sums)[4], int feat) {
+            float x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[i] = fmaf(sums[i], factor, 0.0f);
+            }
+            if (owned) {
+                store_4(to + feat * bytes, x, p.o_rows.kind, p.o_rows.aligned);
+            }
+        });
+    }
+
+    __device__ __forceinline__ void store_lse(float m, float d) const {
+        if (owned && p.lse != nullptr) {
+            *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = m + log2f(d);
+        }
+    }
+};
+
+// Which keys the rows of an item's tile see, beyond the limits of the item.
+struct LatentSight {
+    int32_t all_to;  // every row sees the tokens before this one: they need no mask
+
+    __device__ __forceinline__ LatentSight(const LatentParams& p, const Item& item)
+        : all_to(p.causal ? position(p, item, 0) + 1 : 0x7fffffff) {}
+
+    // Of the query of a row.
+    static __device__ __forceinline__ int32_t
+    position(const LatentParams& p, const Item& item, int row) {
+        return item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + row));
+    }
+
+    static __device__ __forceinline__ bool sees(
+        const LatentParams& p, const Item& item, int row, int32_t token) {
+        return !p.causal || token <= position(p, item, row);
+    }
+};
+
+// The gate of a tile of several items, behind which all of its slots are written.
+//
+// An item's CTA arrives when its slot is written, and the last one opens the gate. A CTA that has
+// nothing else to do waits there to merge its share of the tile's rows; but not for ever, since the
+// others may not be running. One that leaves says so, and then the last to arrive merges all
+// shares. A share comes out the same whoever merges it, once or twice.
+struct Gate {
+    static constexpr int32_t LEFT = 1 << 10;        // after which a CTA that has left counts
+    static constexpr int32_t OPENED = 1 << 20;      // how often the gate was opened, modulo 2^12
+    static constexpr long long PATIENCE = 1 << 16;  // clocks, several times what a merge takes
+    enum Shares : int32_t { NONE, OWN, ALL, NOT_YET };  // of a tile, for a CTA to merge
+
+    // A CTA's way through the gate of its item's tile, in shared memory; one thread goes it.
+    Item item;
+    int32_t opened;  // the ticket's upper bits before
+    Shares shares;
+
+    // The tile's ticket: items that have arrived, CTAs that have left, openings.
+    __device__ __forceinline__ int32_t* ticket(const WorkList& work, int kv_head) const {
+        return work.tickets + int64_t{item.first_slot} * work.num_kv_heads + kv_head;
+    }
+
+    // Behind a barrier after the slot was written, if there is one.
+    __device__ __forceinline__ void arrive(const WorkList& work, const Item& of, int kv_head) {
+        item = of;
+        shares = NONE;
+        if (item.first_slot < 0 || item.num_rows == 0) {
+            return;
+        }
+        const uint32_t before = atom_add_acq_rel(ticket(work, kv_head), 1);
+        opened = before / OPENED;
+        shares = NOT_YET;
+        if (before % LEFT == item.num_items - 1) {
+            st_release(ticket(work, kv_head), (before / OPENED + 1) * OPENED);
+            shares = before % OPENED < LEFT ? OWN : ALL;
+        }
+    }
+
+    // Settles which shares to merge; their slots can be read behind a barrier.
+    __device__ __forceinline__ void wait(const WorkList& work, int kv_head) {
+        const long long begin = clock64();
+        while (shares == NOT_YET) {
+            const uint32_t found = ld_acquire(ticket(work, kv_head));
+            if (found / OPENED != opened) {
+                shares = OWN;
+            } else if (clock64() - begin > PATIENCE && found % LEFT < item.num_items) {
+                // Leaves, unless the last item arrives first: then the gate is about to open.
+                const uint32_t left = atomicCAS(
+                    reinterpret_cast<uint32_t*>(ticket(work, kv_head)), found, found + LEFT);
+                shares = left == found ? NONE : NOT_YET;
+            }
+        }
+    }
+};
+
+// Merges shares of a tile whose slots are written: the i-th of num_items shares is an equal run of
+// vectors of four sums. THREADS threads with their own barrier `sync`.
+template <int ROWS, int THREADS, typename Sync>
+struct LatentMerge {
+    static constexpr int VECS = HEAD_DIM_CKV / 4;                // of a row
+    static constexpr int STATES = MAX_LATENT_ITEMS / WARP_SIZE;  // of a row that a lane weighs
+
+    const LatentParams& p;
+    const Item& item;
+    int block;
+    int thread_idx;
+    float* weights;  // in shared memory, [ROWS + 2 * num_items]
+    Sync sync;
+
+    __device__ __forceinline__ void merge(Gate::Shares shares) const {
+        const int32_t n = shares == Gate::ALL ? item.num_items : shares == Gate::OWN;
+        for (int32_t i = 0; i < n; ++i) {
+            const int32_t share = shares == Gate::ALL ? i : item.item_idx;
+            const int32_t total = item.num_rows * VECS;
+            const int32_t begin = total * share / item.num_items;
+            const int32_t end = total * (share + 1) / item.num_items;
+            weigh(begin, end);
+            sync();  // weights are there
+            if (end - begin <= THREADS) {
+                add_up<1, 16>(begin, end);
+            } else {
+                add_up<4, 4>(begin, end);
+            }
+            sync();  // weights have been read
+        }
+    }
+
+    // Row 0 of the i-th item, among all rows of all slots.
+    __device__ __forceinline__ int64_t slot_row(int32_t i) const {
+        return Slots<ROWS, HEAD_DIM_CKV>{p.work, item, block}.slot_row(i, 0);
+    }
+
+    // Weights of all items for each row of [begin, end), and the lse of rows that begin there.
+    // A row belongs to `width` neighbouring lanes.
+    __device__ __forceinline__ void weigh(int32_t begin, int32_t end) const {
+        int width = 2;
+        while (width < item.num_items && width < WARP_SIZE) {
+            width *= 2;
+        }
+        const int lane_idx = thread_idx % width;
+        const int first_row = begin / VECS, end_row = (end + VECS - 1) / VECS;
+        for (int base = first_row; base < end_row; base += THREADS / width) {
+            const int row = min(base + thread_idx / width, end_row - 1);
+            float2 md[STATES];
+            float m = NO_KEY;
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                const int i = lane_idx + k * width;
+                md[k] = make_float2(NO_KEY, 0.0f);
+                if (i < item.num_items) {
+                    const float* from = p.work.states + (slot_row(i) + row) * 2;
+                    md[k] = __ldcg(reinterpret_cast<const float2*>(from));
+                }
+                m = fmaxf(m, md[k].x);
+            }
+            for (int distance = width / 2; distance > 0; distance /= 2) {
+                m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, distance));
+            }
+            const float base_m = m > NO_KEY ? m : 0.0f;
+            float d = 0.0f;
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                md[k].x = ex2(md[k].x - base_m);
+                d = fmaf(md[k].x, md[k].y, d);
+            }
+            for (int distance = width / 2; distance > 0; distance /= 2) {
+                d += __shfl_xor_sync(0xffffffffu, d, distance);
+            }
+            const float factor = LatentRow::factor(p, d);
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                const int i = lane_idx + k * width;
+                if (i < item.num_items) {
+                    weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
+                }
+            }
+            if (lane_idx == 0 && row * VECS >= begin) {
+                LatentRow(p, item, block, row).store_lse(m, d);
+            }
+        }
+    }
+
+    // Outputs of the vectors [begin, end): a thread has NUM of them and IN_FLIGHT items at a time.
+    template <int NUM, int IN_FLIGHT>
+    __device__ __forceinline__ void add_up(int32_t begin, int32_t end) const {
+        const int first_row = begin / VECS;
+        for (int base = begin + thread_idx; base < end; base += NUM * THREADS) {
+            float sums[NUM][4] = {};
+            for (int first = 0; first < item.num_items; first += IN_FLIGHT) {
+                float4 x[IN_FLIGHT][NUM];
+#pragma unroll
+                for (int k = 0; k < IN_FLIGHT; ++k) {
+                    const int item_idx = min(first + k, item.num_items - 1);
+                    const float* from = p.work.sums + slot_row(item_idx) * HEAD_DIM_CKV;
+#pragma unroll
+                    for (int i = 0; i < NUM; ++i) {
+                        const int vec = base + i * THREADS;
+                        x[k][i] = float4{};
+                        if (vec < end && first + k < item.num_items) {
+                            x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + vec * 4));
+                        }
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < IN_FLIGHT; ++k) {
+#pragma unroll
+                    for (int i = 0; i < NUM; ++i) {
+                        const int row = min(base + i * THREADS, end - 1) / VECS - first_row;
+                        const int item_idx = min(first + k, item.num_items - 1);
+                        const float w = weights[row * item.num_items + item_idx];
+                        sums[i][0] = fmaf(w, x[k][i].x, sums[i][0]);
+                        sums[i][1] = fmaf(w, x[k][i].y, sums[i][1]);
+                        sums[i][2] = fmaf(w, x[k][i].z, sums[i][2]);
+                        sums[i][3] = fmaf(w, x[k][i].w, sums[i][3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                const int vec = base + i * THREADS;
+                if (vec < end) {
+                    LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
+                        visit(sums[i], vec % VECS * 4);
+                    });
+                }
+            }
+        }
+    }
+};
+
+}  // namespace cukv

@@ -1,0 +1,392 @@
+// The two warpgroups of Hopper's kernel over latent rows that compute: how they share a tile of 64
+// rows, step by step, and how its results go out.
+//
+// Warpgroup g scores the steps 2 i + g of an item and adds up columns [256 g, 256 (g + 1)) of all
+// steps. Tiles, barriers and who else is there: common/latent_sm90.cuh.
+#pragma once
+#include "common/latent_sm90.cuh"
+#include "common/products.cuh"
+
+namespace cukv {
+
+constexpr int NUM_CONSUMERS = 256, NUM_PRODUCERS = 128;  // threads
+
+__device__ __forceinline__ void consumers_sync() { bar_sync<1>(NUM_CONSUMERS); }
+
+// A thread of the two warpgroups that compute. It holds, of rows `row` and `row` + 8 of a tile, the
+// scores of 64 keys, two runs of 128 columns of sums, maximum and denominator.
+template <typename KV>
+struct LatentConsumer {
+    // Where a row's maximum rises by less, weights of up to 2^LAZY are exact too, and sums need not
+    // be multiplied.
+    static constexpr float LAZY = 8.0f;
+
+    const LatentParams& p;
+    LatentSmem& smem;
+    const int group;  // of two
+    const int row;
+    const float scale, unit;  // of scores to base 2, and what is left of it for `weigh` to do
+    float s[32];
+    float o[2][64];
+    float m[2], d[2], factor[2];
+    uint32_t parity, w_parity;  // of this warpgroup's own tile; of the other's weights
+
+    __device__ __forceinline__ LatentConsumer(const LatentParams& p, LatentSmem& smem, int warp_idx)
+        : p(p),
+          smem(smem),
+          group(warp_idx / 4),
+          row(threadIdx.x / WARP_SIZE % 4 * 16 + threadIdx.x % WARP_SIZE / 4),
+          scale(p.sm_scale * LOG2_E),
+          unit(scale > 0.0f ? scale : 1.0f),
+          parity(0),
+          w_parity(0) {}
+
+    // Starts scoring the columns of one block of the own tile.
+    __device__ __forceinline__ void score_block(int block) {
+        if (block % 2 == 0 && block != KPE_BLOCK) {
+            mbarrier_try_wait(smem.full[group][block / 4][block / 2 % 2], parity);
+        }
+        const uint64_t q = wgmma_descriptor(smem_address(smem.q[block]), 16, 1024);
+        const uint64_t k = wgmma_descriptor(smem_address(smem.tiles[group][block]), 16, 1024);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            wgmma_m64n64k16<KV>(s, q + 2 * i, k + 2 * i, block > 0 || i > 0);
+        }
+    }
+
+    // Scores the own tile, whose first EARLY blocks were begun.
+    template <int EARLY>
+    __device__ __forceinline__ void score(const Item& item, int32_t token, bool is_last) {
+#pragma unroll
+        for (int block = EARLY; block < LATENT_BLOCKS; ++block) {
+            score_block(block);
+        }
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        pin_registers(s);
+        pin_sums();
+        parity ^= 1;
+        if (is_last) {
+            arrive(smem.q_empty);
+        }
+        if (scale <= 0.0f) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                s[i] *= scale;
+            }
+        }
+        const uint64_t keys = smem.keys[group];
+        const bool rows_differ = token + LATENT_TOKENS > LatentSight(p, item).all_to;
+        if (keys == ~uint64_t{0} && !rows_differ) {
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const int local = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            const bool seen = (keys >> local & 1) &&
+                              LatentSight::sees(p, item, row + i / 2 % 2 * 8, token + local);
+            s[i] = seen ? s[i] : NO_KEY;
+        }
+    }
+
+    // Exponent of the weight 1; weights of no keys are 0.
+    __device__ __forceinline__ float base(float m) const { return m > NO_KEY ? m * unit : 0.0f; }
+
+    // Turns scores into weights relative to what the rows' maxima were when they last rose.
+    __device__ __forceinline__ void weigh() {
+        float sums[2] = {}, bases[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float most = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+            for (int i = 4; i < 32; i += 4) {
+                most = fmaxf(most, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
+            }
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+            most = (most - m[h]) * unit > LAZY ? most : m[h];
+            bases[h] = base(most);
+            factor[h] = ex2(m[h] * unit - bases[h]);
+            m[h] = most;
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            s[i] = ex2(fmaf(s[i], unit, -bases[i / 2 % 2]));
+            sums[i / 2 % 2] += s[i];
+        }
+        d[0] = d[0] * factor[0] + sums[0];
+        d[1] = d[1] * factor[1] + sums[1];
+    }
+
+    // Gives weights and maxima to the other warpgroup.
+    __device__ __forceinline__ void send() {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        const int to_row = threadIdx.x / WARP_SIZE % 4 * 16 + lane_idx % 16;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t pairs[4] = {
+                pair(4 * i), pair(4 * i + 1), pair(4 * i + 2), pair(4 * i + 3)};
+            stmatrix_x4(
+                smem_address(smem.tiles[group][KPE_BLOCK]) +
+                    swizzled<128>(to_row, 2 * i + lane_idx / 16),
+                pairs);
+        }
+        if (lane_idx % 4 == 0) {
+            smem.maxima[group][row] = m[0];
+            smem.maxima[group][row + 8] = m[1];
+        }
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        arrive(smem.weights_full[group]);
+    }
+
+    // Waits for the other warpgroup's weights and takes over its maxima.
+    __device__ __forceinline__ void receive() {
+        mbarrier_try_wait(smem.weights_full[group ^ 1], w_parity);
+        w_parity ^= 1;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float other = smem.maxima[group ^ 1][row + 8 * h];
+            factor[h] = ex2(m[h] * unit - base(other));
+            m[h] = other;
+            d[h] *= factor[h];
+        }
+    }
+
+    // Weights of two neighbouring keys as operands.
+    __device__ __forceinline__ uint32_t pair(int i) const {
+        return cvt_pair<KV>(s[2 * i], s[2 * i + 1]);
+    }
+
+    __device__ __forceinline__ void pin_sums() {
+        pin_registers(o[0]);
+        pin_registers(o[1]);
+    }
+
+    // Lets sums follow the maxima.
+    __device__ __forceinline__ void rescale() {
+        if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < 128; ++i) {
+                o[i / 64][i % 64] *= factor[i / 2 % 2];
+            }
+        }
+        pin_sums();
+        wgmma_fence();
+    }
+
+    // Starts adding up the own columns of the own tile, with weights from registers.
+    __device__ __forceinline__ void add_own(const uint32_t (&weights)[4][4]) {
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                wgmma_m64n128k16<KV>(o[run], weights[i], values(group, run) + 128 * i, true);
+            }
+            wgmma_commit_group();
+        }
+    }
+
+    // The same of the other warpgroup's tile, with its weights.
+    __device__ __forceinline__ void add_other() {
+        const uint32_t from = smem_address(smem.tiles[group ^ 1][KPE_BLOCK]);
+        const uint64_t weights = wgmma_descriptor(from, 16, 1024);
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                wgmma_m64n128k16<KV>(
+                    o[run], weights + 2 * i, values(group ^ 1, run) + 128 * i, true);
+            }
+            wgmma_commit_group();
+        }
+    }
+
+    __device__ __forceinline__ uint64_t values(int stage, int run) const {
+        const uint32_t from = smem_address(smem.tiles[stage][group * 4 + run * 2]);
+        return wgmma_descriptor(from, BLOCK_BYTES, 1024);
+    }
+
+    // Waits until a tile has been added up, and frees its side.
+    __device__ __forceinline__ void added(int stage) {
+        wgmma_wait_group<0>();
+        pin_sums();
+        arrive(smem.empty[stage][group]);
+    }
+
+    __device__ __forceinline__ void begin_scores() {
+        pin_registers(s);
+        wgmma_fence();
+    }
+
+    // The weights of the own tile as left operands.
+    __device__ __forceinline__ void get_weights(uint32_t (&weights)[4][4]) const {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            weights[i / 4][i % 4] = pair(i);
+        }
+    }
+
+    // All steps of an item, by warpgroup 0. It begins to score a tile while the one before is still
+    // added up, so that its own tile is never free for long.
+    __device__ __forceinline__ void attend_even(const Item& item, int32_t steps) {
+        int32_t step = 0;
+        for (; step + 1 < steps; step += 2) {
+            attend_own_even(item, step, steps);
+            added(0);
+            receive();
+            rescale();
+            add_other();
+        }
+        // Not a branch inside the loop: the compiler would run products one after the other.
+        if (step < steps) {
+            attend_own_even(item, step, steps);
+            added(0);
+        } else {
+            added(1);
+        }
+    }
+
+    __device__ __forceinline__ void attend_own_even(const Item& item, int32_t step, int32_t steps) {
+        begin_scores();
+        score_block(0);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        if (step > 0) {
+            arrive(smem.empty[1][0]);
+        }
+        score<1>(item, item.first_token + step * LATENT_TOKENS, step + 2 >= steps);
+        weigh();
+        send();
+        uint32_t weights[4][4];
+        get_weights(weights);
+        rescale();
+        add_own(weights);
+    }
+
+    // The same by warpgroup 1.
+    __device__ __forceinline__ void attend_odd(const Item& item, int32_t steps) {
+        int32_t step = 1;
+        for (; step < steps; step += 2) {
+            begin_scores();
+            score<0>(item, item.first_token + step * LATENT_TOKENS, step + 2 >= steps);
+            receive();
+            rescale();
+            add_other();
+            weigh();
+            send();
+            added(0);
+            pin_registers(s);
+            uint32_t weights[4][4];
+            get_weights(weights);
+            rescale();
+            add_own(weights);
+            added(1);
+        }
+        if (step == steps) {
+            receive();
+            rescale();
+            add_other();
+            added(0);
+        }
+        if (steps == 1) {
+            arrive(smem.q_empty);
+        }
+    }
+
+    // The result of an item, or a slot's state if the tile has others.
+    __device__ __forceinline__ void finish(const Item& item, int block, int turn) {
+        auto& denominators = smem.denominators[turn];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            d[h] += __shfl_xor_sync(0xffffffffu, d[h], 1);
+            d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
+            if (threadIdx.x % 4 == 0) {
+                denominators[group][row + 8 * h] = d[h];
+            }
+        }
+        consumers_sync();  // denominators are there
+        const bool whole = item.first_slot < 0;
+        const Slots<LATENT_ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int own_row = row + 8 * h;
+            const float all = d[h] + denominators[group ^ 1][own_row];
+            const float largest = m[h] > NO_KEY ? m[h] * unit : NO_KEY;
+            const bool is_first = group == 0 && threadIdx.x % 4 == 0;
+            const auto each_vector = [&](auto visit) {
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
+                    float sums[4];
+                    const int feat = i * 16 + neighbours<KV>(sums, even, even + 4);
+                    visit(sums, group * 256 + feat);
+                }
+            };
+            if (whole) {
+                const LatentRow to(p, item, block, own_row);
+                to.store(LatentRow::factor(p, all), each_vector);
+                if (is_first) {
+                    to.store_lse(largest, all);
+                }
+            } else {
+                each_vector([&](const float (&sums)[4], int feat) {
+                    slots.store_sums(sums, own_row, feat);
+                });
+                if (is_first) {
+                    slots.store_state(largest, all, own_row);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run(int block, int32_t first_item, int32_t end_item) {
+        for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
+            const int turn = item_idx - first_item & 1;
+            mbarrier_try_wait(smem.q_full, turn);
+            const Item& item = smem.items[turn];
+            const int32_t steps =
+                (item.end_token - item.first_token + LATENT_TOKENS - 1) / LATENT_TOKENS;
+            m[0] = m[1] = NO_KEY;
+            d[0] = d[1] = 0.0f;
+            // Not by the first product: the compiler would run all of them one after the other.
+#pragma unroll
+            for (int i = 0; i < 128; ++i) {
+                o[i / 64][i % 64] = 0.0f;
+            }
+            if (steps == 0) {
+                arrive(smem.q_empty);
+            } else if (group == 0) {
+                attend_even(item, steps);
+            } else {
+                attend_odd(item, steps);
+            }
+            if (item_idx + 1 == end_item) {
+                griddepcontrol_launch_dependents();
+            }
+            finish(item, block, turn);
+            consumers_sync();  // the slot is written, if there is one
+            if (threadIdx.x == 0) {
+                smem.gates[item_idx > first_item].arrive(p.work, item, block);
+            }
+        }
+
+        // Shares of the tiles that other CTAs work on too: only the first and the last item's.
+        const int num_gates = min(end_item - first_item, 2);
+#pragma unroll 1
+        for (int i = 0; i < num_gates; ++i) {
+            auto& gate = smem.gates[i];
+            if (threadIdx.x == 0) {
+                gate.wait(p.work, block);
+            }
+            consumers_sync();  // the slots are there, and tiles have been read
+            const auto sync = [] { consumers_sync(); };
+            float* weights = reinterpret_cast<float*>(smem.tiles);
+            LatentMerge<LATENT_ROWS, NUM_CONSUMERS, decltype(sync)>{
+                p, gate.item, block, static_cast<int>(threadIdx.x), weights, sync}
+                .merge(gate.shares);
+        }
+    }
+};
+
+}  // namespace cukv

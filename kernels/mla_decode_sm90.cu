@@ -1,0 +1,52 @@
+// mla_decode_sm90 -- attend from many packed query rows to paged latent rows, on Hopper.
+//
+//   s[r, j] = sm_scale * (q_nope[r] . ckv[j] + q_pe[r] . kpe[j]), for the keys j that row r sees
+//   o[r] = sum_j softmax(s[r])[j] * ckv[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
+//
+// The query heads of a block, times the query rows of a request, are the rows of a tile of 64. A CTA
+// owns one block and one part of the work list. Warpgroup g of two scores the steps 2 i + g of an
+// item, 64 keys each, and adds up columns [256 g, 256 (g + 1)) of all steps; four more warps load.
+// Of two steps, 0 and 1,
+//
+//   warpgroup 0   scores 0 | weighs 0 -> | adds up left 0 |          -> adds up left 1
+//   warpgroup 1   scores 1 |          -> | adds up right 0, weighs 1 -> adds up right 1
+//
+// where weights go through shared memory (->), and one's softmax runs beside the other's products.
+// Bound by tensor cores: 2 * (2 * 512 + 64) operations per row and key.
+// Host: cukv/mla.py MLAPagedCache.decode       Reference: cukv/reference.py mla_decode
+#include "common/latent_warpgroup.cuh"
+
+namespace cukv {
+
+using MlaDecodeSm90Params = LatentSm90Params;
+
+static_assert(
+    sizeof(MlaDecodeSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
+
+template <typename KV, bool MAPPED>
+__global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
+    mla_decode_sm90(const __grid_constant__ MlaDecodeSm90Params p) {
+    extern __shared__ __align__(1024) char smem_bytes[];
+    auto& smem = *reinterpret_cast<LatentSmem*>(smem_bytes);
+    const int block = blockIdx.x % p.work.num_kv_heads;
+    const int part = blockIdx.x / p.work.num_kv_heads;
+    if (threadIdx.x == 0) {
+        smem.init();
+    }
+    griddepcontrol_wait();
+    const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
+    __syncthreads();  // barriers are there
+    // From one lane, so that the compiler knows: a warp takes one branch.
+    const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
+    if (warp_idx < NUM_CONSUMERS / WARP_SIZE) {
+        setmaxnreg_inc<224>();
+        LatentConsumer<KV> consumer(p, smem, warp_idx);
+        consumer.run(block, first_item, end_item);
+    } else {
+        setmaxnreg_dec<56>();
+        LatentProducer<KV, MAPPED> producer(p, smem, warp_idx - NUM_CONSUMERS / WARP_SIZE);
+        producer.run(block, first_item, end_item);
+    }
+}
+
+}  // namespace cukv
