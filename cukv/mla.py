@@ -21,7 +21,7 @@ from cukv._attention import (
 )
 from cukv._check import check_indptr, match, match_dtype, match_index, values
 from cukv._index import as_index
-from cukv._noun import ArrayNoun
+from cukv._noun import CacheNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
 from cukv.ragged import RaggedTensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MLAPagedCache(ArrayNoun):
+class MLAPagedCache(CacheNoun):
     """Latent rows of one layer in pages: a compressed part ``ckv`` and a rotary part ``kpe``.
 
     Token ``t`` of page ``p`` is ``ckv[p, t]`` and ``kpe[p, t]``, where ::
