@@ -211,7 +211,7 @@ def offsets(
     shown = range(min(rows, ENTRIES))
     texts = [f"{first + r * stride:+d}" for r in shown for _, first in columns]
     widths = [text_width(text) + 8 for text in (*texts, *(name for name, _ in columns))]
-    width, label = max(58.0, *widths), text_width(f"{row} 0") + 8
+    width, label = max([58.0, *widths]), text_width(f"{row} 0") + 8
     fitting = columns[: max(1, int((room - label) // width))]
     hidden += len(columns) - len(fitting)
     for column, (name, _) in enumerate(fitting):
