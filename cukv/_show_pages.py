@@ -15,7 +15,7 @@ from cukv.paged import PagedKVCache
 # How much of a large noun is drawn.
 REQUESTS = 12
 PAGES_OF_A_REQUEST = 8
-PAGES = 40
+PAGES, OWNERS_OF_A_PAGE = 40, 3
 ENTRIES, HEADS = 4, 5
 SENTENCES = 8
 
@@ -100,21 +100,21 @@ def _storage(drawn: Picture, table: PageTable | None, num_pages: int) -> None:
     for page in range(shown):
         x = LEFT + (page % columns) * (PAGE_WIDTH + PAGE_GAP)
         y = top + (page // columns) * (height + PAGE_GAP)
-        name, found = f"page {page}", owners.get(page, [])
+        name, (number, found) = f"page {page}", owners.get(page, (0, []))
         if table is None:
             drawn.box(x, y, PAGE_WIDTH, height, "plain", (name,), name)
-        elif not found:
+        elif not number:
             drawn.box(x, y, PAGE_WIDTH, height, None, (name, "", ""), f"{name}: nobody's")
-        elif len(found) == 1:
+        elif number == 1:
             span = found[0]
             lines = (name, f"r{span.owner}", span.ends)
             about = f"{name}: request {span.owner}, {span.range_of('token')}"
             full = span.size / table.page_size
             drawn.box(x, y, PAGE_WIDTH, height, str(span.owner % OWNERS), lines, about, full)
         else:
-            names = [f"r{span.owner}" for span in found[:3]]
-            lines = (name, " ".join(names) if len(found) <= 3 else f"{len(found)} times", "shared")
-            about = f"{name}: shared by {' '.join(names)}" + (" and others" if found[3:] else "")
+            names, more = " ".join(f"r{span.owner}" for span in found), number - len(found)
+            lines = (name, f"{number} owners" if more else names, "shared")
+            about = f"{name}: shared by {names}" + (f" and {more:,} more" if more else "")
             drawn.box(x, y, PAGE_WIDTH, height, "shared", lines, about)
     drawn.height += -(-shown // columns) * (height + PAGE_GAP) + 4
     if shown < num_pages:
@@ -123,16 +123,20 @@ def _storage(drawn: Picture, table: PageTable | None, num_pages: int) -> None:
         drawn.note("no pages")
 
 
-def _owners(table: PageTable) -> dict[int, list[Span]]:
-    """Find who owns the first pages of a cache, and which of its tokens lie there."""
+def _owners(table: PageTable) -> dict[int, tuple[int, list[Span]]]:
+    """Find how many own each of the first pages, and which tokens of the first owners lie there."""
     indptr, lens = values(table.indptr), values(table.seq_lens)
     indices = values(table.indices[: indptr[-1]])
-    owners: dict[int, list[Span]] = {}
-    for i in np.flatnonzero(indices < PAGES)[: PAGES * REQUESTS].tolist():
-        b = int(np.searchsorted(indptr, i, side="right")) - 1
-        start = (i - int(indptr[b])) * table.page_size
-        span = Span(b, start, min(start + table.page_size, int(lens[b])))
-        owners.setdefault(int(indices[i]), []).append(span)
+    places = np.flatnonzero(indices < PAGES)
+    owners = {}
+    for page in np.unique(indices[places]).tolist():
+        own = places[indices[places] == page]
+        found = []
+        for i in own[:OWNERS_OF_A_PAGE].tolist():
+            b = int(np.searchsorted(indptr, i, side="right")) - 1
+            start = (i - int(indptr[b])) * table.page_size
+            found.append(Span(b, start, min(start + table.page_size, int(lens[b]))))
+        owners[page] = len(own), found
     return owners
 
 

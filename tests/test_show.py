@@ -475,6 +475,11 @@ HUGE = ["short rows", "head first", "mask", "masks", "bits", "table", "one reque
         "one page of all", "levels", "many levels"]  # fmt: skip
 
 
+def test_all_owners_of_a_page_are_counted():
+    shared = boxes(huge("one page of all").show(), "page 0: shared by .*")
+    assert [box.about for box in shared] == ["page 0: shared by r0 r1 r2 and 299,997 more"]
+
+
 @pytest.mark.parametrize("name", HUGE)
 def test_a_huge_noun_is_summarised(name):
     html = huge(name)._repr_html_()
