@@ -96,7 +96,13 @@ class Noun:
         return self._map(_as_bytes(lambda a: a.get()))
 
     def to_device(self: Self) -> Self:
-        """Copy to CuPy arrays on the current device; a noun on a GPU is returned as it is."""
+        """Copy to CuPy arrays on the current device; a noun on a GPU is returned as it is.
+
+        Raises
+        ------
+        CudaUnavailableError
+            There is no GPU.
+        """
         if self._home() is cp:
             return self
         if not is_available():

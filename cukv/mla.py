@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class MLAPagedCache(CacheNoun):
     """Latent rows of one layer in pages: a compressed part ``ckv`` and a rotary part ``kpe``.
 
-    Token ``t`` of page ``p`` is ``ckv[p, t]`` and ``kpe[p, t]``, where ::
+    Token ``t`` of page ``p`` is ``ckv[p, t]`` and ``kpe[p, t]``, where:
 
         ckv, kpe = data[..., :-head_dim_kpe], data[..., -head_dim_kpe:]   # one array
         ckv, kpe = data                                                   # a pair
@@ -257,6 +257,10 @@ class MLAPagedCache(CacheNoun):
         ------
         TypeError, ValueError
             As in ``PagedKVCache.copy_pages``.
+
+        Notes
+        -----
+        As there. Source: kernels/copy_pages.cu.
         """
         self._pages.copy_pages("MLAPagedCache.copy_pages", src, dst)
 
@@ -281,6 +285,15 @@ class MLAPagedCache(CacheNoun):
         -------
         Plan
             ``plan.update()`` makes it follow changed contents of the same arrays.
+
+        Raises
+        ------
+        NotImplementedError, TypeError, ValueError
+            As ``decode``.
+
+        Notes
+        -----
+        On the current stream, no synchronisation. Source: as ``decode``.
         """
         op = "MLAPagedCache.decode"
         q_nope = as_array(op, "q_nope", q_nope)

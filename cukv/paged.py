@@ -43,7 +43,7 @@ class PagedKVCache(CacheNoun):
     """K and V of one layer in pages; which request owns which page is a ``PageTable``'s business.
 
     With ``layout="NHD"`` token ``t`` of page ``p`` is ``k[p, t, head]`` and ``v[p, t, head]``; with
-    ``"HND"`` it is ``k[p, head, t]`` and ``v[p, head, t]``, where ::
+    ``"HND"`` it is ``k[p, head, t]`` and ``v[p, head, t]``, where:
 
         k, v = data[:, 0], data[:, 1]   # one 5-D array
         k, v = data                     # a pair of 4-D arrays, whose last axes may differ
