@@ -41,6 +41,7 @@ Host = np.ndarray[Any, Any]
 STRIPS = 4
 MASKS, MASK_ROWS, MASK_KEYS, MASK_BYTES = 6, 12, 24, 8
 LEVELS, PIECES = 8, 24
+MOST_CHARACTERS = 400  # of a field
 
 CELL = 12  # of a mask, pixels
 
@@ -111,7 +112,8 @@ def _title(noun: Any) -> str:
     pages = f"{count(noun.max_num_pages, 'page')} of {noun.page_size} tokens"
     if isinstance(noun, MLAPagedCache):
         row = f"rows of {noun.head_dim_ckv} + {noun.head_dim_kpe}"
-        return f"MLAPagedCache: {pages}, {row}, {noun.dtype.name}, {size}"
+        kinds = " + ".join(dict.fromkeys((noun.dtype.name, noun.kpe_dtype.name)))
+        return f"MLAPagedCache: {pages}, {row}, {kinds}, {size}"
     heads = f"{count(noun.num_kv_heads, 'head')} of {noun.head_dim}"
     if noun.head_dim_vo != noun.head_dim:
         heads += f"/{noun.head_dim_vo}"
@@ -120,7 +122,7 @@ def _title(noun: Any) -> str:
 
 def _fields(drawn: Picture, noun: Any) -> None:
     """Write the structure: names, dtypes and shapes."""
-    for part in noun._structure():
+    for part in (line[:MOST_CHARACTERS] for line in noun._structure()):
         drawn.note(part)
         drawn.say(f"{part}.")
 
@@ -305,7 +307,7 @@ def _level(
     for b in np.flatnonzero((indptr[:-1] < edge) & (np.diff(indptr) > 0)).tolist():
         start, stop = int(indptr[b]), min(int(indptr[b + 1]), edge)
         own = values(table.indices[pages[b] : pages[b + 1]])
-        names = f"{'page' if len(own) == 1 else 'pages'} {numbers(own)}" if len(own) else "no pages"
+        names = f"{'page' if len(own) == 1 else 'pages'} {numbers(own)}"
         left, right = places[start], places[stop]
         tokens = count(int(lens[b]), "token")
         lines = (

@@ -171,6 +171,7 @@ def test_latent_rows_are_drawn_with_both_parts():
     abouts = [box.about for box in boxes(pair)]
     assert "entry 1, ckv (512): +512" in abouts
     assert "entry 1, kpe (64): +64" in abouts
+    assert ", rows of 512 + 64, float8_e4m3fn + bfloat16, " in pair.title
 
 
 # Ragged rows
@@ -309,6 +310,17 @@ def test_of_many_levels_the_first_and_the_leaves_are_drawn():
     assert not boxes(shown, "level 7, .*")
     assert len(boxes(shown, "level 19, .*")) == 2
     assert "and 12 more levels" in words(shown)
+
+
+def test_leaves_without_pages_are_empty():
+    tables = (
+        cukv.PageTable([0, 1], [7], [16], 16),
+        cukv.PageTable([0, 0, 1], [8], [9, 2], 16),
+    )
+    shown = cukv.CascadeLevels((np.array([0, 5]), np.array([0, 1, 5])), tables).show()
+    (leaf,) = boxes(shown, "level 1, request 0: pages none, 0 tokens, row 0")
+    assert leaf.fill is None
+    assert "pages none" in words(shown)
 
 
 def test_requests_without_rows_take_no_place():
@@ -486,6 +498,12 @@ def test_a_huge_noun_is_summarised(name):
     ElementTree.fromstring(html)
     assert "more" in html
     assert len(html.encode()) < LARGEST
+
+
+def test_the_structure_of_many_levels_on_a_gpu_is_summarised():
+    levels = (fake_array(3, "int32"),) * 1000
+    tables = (cukv.PageTable(*(fake_array(n, "int32") for n in (3, 5, 2)), 4),) * 1000
+    assert len(cukv.CascadeLevels(levels, tables)._repr_html_().encode()) < LARGEST
 
 
 def test_a_huge_cache_is_summarised():
