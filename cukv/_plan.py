@@ -56,7 +56,6 @@ class Plan:
         """Follow the present contents of the index arrays that the plan was made from.
 
         One launch on the current stream, no synchronisation, no allocation; may be captured.
-        Source: kernels/plan.cu.
         """
         if self.work is not None:
             self.work.update()

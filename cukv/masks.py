@@ -254,11 +254,7 @@ class PackedMask(ArrayNoun):
 
     @property
     def indptr(self) -> Array:
-        """Where each request starts in ``data``, ``[batch_size + 1]``, in bytes.
-
-        As given, or int64, computed from the present contents. Source: kernels/mask_indptr.cu,
-        kernels/byte_indptr.cu.
-        """
+        """Where each request starts in ``data``, ``[batch_size + 1]``, in bytes."""
         given: Array | None = self._indptr  # type: ignore[attr-defined]
         if given is not None:
             return given

@@ -153,9 +153,9 @@ def test_every_public_callable_says_what_it_takes_and_gives(name):
 
 # What works on arrays with a kernel: its docstring says which.
 VERBS = {
-    *("append", "gather", "copy_pages", "plan", "update", "decode", "prefill", "attend"),
+    *("append", "gather", "copy_pages", "plan", "decode", "prefill", "attend"),
     *("from_seq_lens", "from_block_table", "block_table", "slot_mapping", "seq_lens"),
-    *("token_indptr", "indptr", "pack", "packbits", "segment_packbits", "merge_state"),
+    *("token_indptr", "pack", "packbits", "segment_packbits", "merge_state"),
     *("merge_states", "batch_indices_positions"),
 }
 
