@@ -25,6 +25,7 @@ from cukv._show_pages import (
     SENTENCES,
     draw_cache,
     draw_table,
+    kv_lens,
     offsets,
     say_invalid,
 )
@@ -279,7 +280,7 @@ def _cascade(drawn: Picture, levels: CascadeLevels) -> None:
         _level(drawn, level, starts[level], levels.tables[level], places, level == last)
         drawn.say(
             f"Level {level} has {count(levels.tables[level].batch_size, 'request')} with "
-            f"{count(int(levels.tables[level].seq_lens.sum()), 'token')}; "
+            f"{count(int(levels.tables[level].token_indptr[-1]), 'token')}; "
             f"their rows start at {numbers(starts[level][:-1])}."
         )
     _ticks(drawn, cuts, list(places.values()))
@@ -303,7 +304,7 @@ def _level(
 ) -> None:
     """Draw the requests of a level over the rows that they serve."""
     edge = max(places)
-    pages, lens = values(table.indptr), values(table.seq_lens)
+    pages, lens = values(table.indptr), kv_lens(table)
     for b in np.flatnonzero((indptr[:-1] < edge) & (np.diff(indptr) > 0)).tolist():
         start, stop = int(indptr[b]), min(int(indptr[b + 1]), edge)
         own = values(table.indices[pages[b] : pages[b + 1]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cukv._arrays import Array
@@ -28,9 +30,10 @@ def draw_table(drawn: Picture, table: PageTable) -> None:
     table = table.to_host()
     _say_owners(drawn, table)
     drawn.heading("Pages of each request, in order of its tokens")
-    indptr, lens = values(table.indptr), values(table.seq_lens)
+    indptr, lens = values(table.indptr), kv_lens(table)
     for b in range(min(table.batch_size, REQUESTS)):
-        _request_pages(drawn, table, b)
+        pages = values(table.indices[indptr[b] : indptr[b + 1]])
+        _request_pages(drawn, b, pages, int(lens[b]), table.page_size)
     if table.batch_size > REQUESTS:
         drawn.note(
             f"and {count(table.batch_size - REQUESTS, 'more request')}; "
@@ -46,7 +49,7 @@ def draw_table(drawn: Picture, table: PageTable) -> None:
 
 
 def _say_owners(drawn: Picture, table: PageTable) -> None:
-    indptr, lens = values(table.indptr), values(table.seq_lens)
+    indptr, lens = values(table.indptr), kv_lens(table)
     for b in range(min(table.batch_size, SENTENCES)):
         pages = values(table.indices[indptr[b] : indptr[b + 1]])
         if len(pages) == 0:
@@ -62,10 +65,10 @@ def _say_owners(drawn: Picture, table: PageTable) -> None:
         drawn.say(f"{count(table.batch_size - SENTENCES, 'more request')}.")
 
 
-def _request_pages(drawn: Picture, table: PageTable, b: int) -> None:
+def _request_pages(
+    drawn: Picture, b: int, pages: np.ndarray[Any, Any], kv_len: int, page_size: int
+) -> None:
     """Draw a line of pages: the first ones, how many are left out, and the last one."""
-    pages = values(table.indices[table.indptr[b] : table.indptr[b + 1]])
-    kv_len = int(table.seq_lens[b])
     y = drawn.height
     drawn.words(LEFT, y + 9, f"request {b}", bold=True)
     drawn.words(LEFT, y + 22, count(kv_len, "token"), role="muted")
@@ -78,7 +81,7 @@ def _request_pages(drawn: Picture, table: PageTable, b: int) -> None:
             left_out = len(pages) - PAGES_OF_A_REQUEST + 1
             drawn.words(x + PAGE_WIDTH / 2, y + 16, f"... {left_out} ...", anchor="middle")
             continue
-        tokens = Span(b, i * table.page_size, min((i + 1) * table.page_size, kv_len))
+        tokens = Span(b, i * page_size, min((i + 1) * page_size, kv_len))
         drawn.box(
             x,
             y,
@@ -87,7 +90,7 @@ def _request_pages(drawn: Picture, table: PageTable, b: int) -> None:
             str(b % OWNERS),
             (f"page {pages[i]}", tokens.ends),
             f"page {pages[i]}: request {b}, {tokens.range_of('token')}",
-            tokens.size / table.page_size,
+            tokens.size / page_size,
         )
     drawn.height += 38
 
@@ -125,7 +128,7 @@ def _storage(drawn: Picture, table: PageTable | None, num_pages: int) -> None:
 
 def _owners(table: PageTable) -> dict[int, tuple[int, list[Span]]]:
     """Find how many own each of the first pages, and which tokens of the first owners lie there."""
-    indptr, lens = values(table.indptr), values(table.seq_lens)
+    indptr, lens = values(table.indptr), kv_lens(table)
     indices = values(table.indices[: indptr[-1]])
     places = np.flatnonzero(indices < PAGES)
     owners = {}
@@ -235,6 +238,11 @@ def offsets(
         drawn.words(x, drawn.height + 8, f"and {' and '.join(left_out)}", role="muted")
         drawn.height += 16
     drawn.height += 6
+
+
+def kv_lens(table: PageTable) -> np.ndarray[Any, Any]:
+    """Give the tokens of each request as int64, whatever the table's index dtype can hold."""
+    return np.diff(values(table.token_indptr))
 
 
 def say_invalid(drawn: Picture, error: ValueError) -> None:

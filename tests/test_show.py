@@ -110,6 +110,11 @@ def test_a_page_of_several_requests_is_no_ones_own():
     assert shown.about.endswith("Request 3 has no tokens.")
 
 
+def test_lengths_beyond_the_index_dtype_are_said():
+    shown = cukv.PageTable([0, 3], [0, 1, 2], [5], page_size=2**30).show()
+    assert shown.about.startswith("Request 0 has 2,147,483,653 tokens on pages 0, 1, 2")
+
+
 def test_a_cache_is_drawn_with_the_owners_that_a_table_names(xp):
     table = example_table(xp)
     caches = [
