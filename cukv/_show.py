@@ -176,78 +176,80 @@ def _ragged_tensor(drawn: Picture, ragged: RaggedTensor) -> None:
 
 
 def _mask(drawn: Picture, mask: RaggedMask | PackedMask) -> None:
-    qo_lens, kv_lens = (np.diff(values(a)) for a in (mask.qo_indptr, mask.kv_indptr))
-    packed = isinstance(mask, PackedMask)
-    indptr, unit = values(mask.indptr), "byte" if packed else "element"
+    qo_lens, key_lens = (np.diff(values(a)) for a in (mask.qo_indptr, mask.kv_indptr))
+    indptr, unit = values(mask.indptr), "byte" if isinstance(mask, PackedMask) else "element"
     shown = min(mask.batch_size, MASKS)
     for b in range(shown):
-        size, span = [int(qo_lens[b]), int(kv_lens[b])], Span(b, int(indptr[b]), int(indptr[b + 1]))
+        size, span = [int(qo_lens[b]), int(key_lens[b])], Span(b, *indptr[b : b + 2].tolist())
         text = f"request {b}: a {size} mask in {span.range_of(unit)}"
         drawn.heading(text)
         drawn.say(f"{text[0].upper()}{text[1:]}.")
         if size[0] * size[1]:
-            _one_mask(drawn, mask, b, size, span.start)
+            heights = _matrix(drawn, mask, span, *size), _lying(drawn, mask, span, *size)
+            drawn.height += max(heights) + 8
     if shown < mask.batch_size:
-        drawn.note(count(mask.batch_size - shown, "more request"))
+        drawn.note(f"and {count(mask.batch_size - shown, 'more request')}")
         drawn.say(f"{count(mask.batch_size - shown, 'more request')}.")
     drawn.note(
         "Filled cells are True: the query (a row of the mask) attends to the key (a column). "
-        + (
+        "On the right the elements as they lie in data, in C order, request after request."
+    )
+    if isinstance(mask, PackedMask):
+        drawn.note(
             "Bits are little-endian: a byte's first element is its lowest bit. Each request starts "
             "on a byte of its own; dashed bits are unused."
-            if packed
-            else "On the right the elements as they lie in data, in C order, request after request."
         )
-    )
     drawn.note(f"indptr, in {unit}s: {numbers(indptr)}")
 
 
-def _one_mask(
-    drawn: Picture, mask: RaggedMask | PackedMask, b: int, size: list[int], start: int
-) -> None:
-    """Draw the first rows of a mask, and on their right its first elements as they lie in data."""
-    (qo_len, kv_len), fill = size, str(b % OWNERS)
-    top, packed = drawn.height, isinstance(mask, PackedMask)
+def _matrix(
+    drawn: Picture, mask: RaggedMask | PackedMask, span: Span, qo_len: int, kv_len: int
+) -> float:
+    """Draw the corner of a request's mask, and give the height it takes."""
     rows, keys = min(qo_len, MASK_ROWS), min(kv_len, MASK_KEYS)
     for i in range(rows):
-        for j, seen in enumerate(_elements(mask, start, i * kv_len, i * kv_len + keys)):
-            y = top + i * CELL
-            drawn.box(LEFT + j * CELL, y, CELL, CELL, fill if seen else "surface")
-    cut = [
-        count(n, "more " + what)
-        for n, what in ((qo_len - rows, "row"), (kv_len - keys, "key"))
-        if n
-    ]
-    if cut:
-        drawn.words(LEFT, top + rows * CELL + 8, f"and {', '.join(cut)}", role="muted")
-    elements = qo_len * kv_len
+        for j, seen in enumerate(_elements(mask, span.start, i * kv_len, i * kv_len + keys)):
+            _cell(drawn, LEFT + j * CELL, drawn.height + i * CELL, span, bool(seen))
+    more = [(qo_len - rows, "more row"), (kv_len - keys, "more key")]
+    left_out = ", ".join(count(n, what) for n, what in more if n)
+    if left_out:
+        drawn.words(LEFT, drawn.height + rows * CELL + 8, f"and {left_out}", role="muted")
+    return rows * CELL + 16 * bool(left_out)
+
+
+def _lying(
+    drawn: Picture, mask: RaggedMask | PackedMask, span: Span, qo_len: int, kv_len: int
+) -> float:
+    """Draw a request's first elements as they lie in data, and give the height they take."""
+    packed, elements = isinstance(mask, PackedMask), qo_len * kv_len
+    left, pitch = LEFT + MASK_KEYS * CELL + 86, CELL + (18 if packed else 6)
     shown = min(elements, 8 * MASK_BYTES)
-    bits = _elements(mask, start, 0, shown)
-    left, lines = LEFT + MASK_KEYS * CELL + 24, 0
-    for first in range(0, shown, 16):
-        line = bits[first : first + 16]
-        y = top + lines * (CELL + 6 + 12 * packed)
-        lines += 1
-        drawn.words(left + 54, y + CELL / 2, _unit_at(start, first, packed), anchor="end")
-        unused = -len(line) % 8 if packed else 0
-        for n in range(len(line) + unused):
-            x = left + 62 + n * CELL + (n // 8) * 12
-            used = n < len(line)
-            drawn.box(x, y, CELL, CELL, None if not used else fill if line[n] else "surface")
-        for n in range(0, len(line), 8) if packed else ():
-            byte = int(np.packbits(line[n : n + 8], bitorder="little")[0])
-            x = left + 62 + n * CELL + (n // 8) * 12 + 4 * CELL
-            drawn.words(x, y + CELL + 7, f"0x{byte:02x} = {byte}", anchor="middle", role="muted")
-    height = lines * (CELL + 6 + 12 * packed)
+    bits = _elements(mask, span.start, 0, shown).tolist()
+    for n in range(0, shown, 8):  # a byte
+        column, line = n // 8 % 2, n // 16
+        x, y = left + column * 9 * CELL, drawn.height + line * pitch
+        if column == 0:
+            at = f"[{span.start + (n // 8 if packed else n)}]"
+            drawn.words(left - 8, y + CELL / 2, at, anchor="end")
+        for i in range(8 if packed else min(8, shown - n)):
+            used = n + i < shown
+            _cell(drawn, x + i * CELL, y, span, bits[n + i] if used else None)
+        if packed:
+            byte = int(mask.data[span.start + n // 8])
+            text = f"0x{byte:02x} = {byte}"
+            drawn.words(x + 4 * CELL, y + CELL + 7, text, anchor="middle", role="muted")
+    height = -(-shown // 16) * pitch
     if shown < elements:
-        text = f"and {count(elements - shown, 'more bit' if packed else 'more element')}"
-        drawn.words(left + 62, top + height + 6, text, role="muted")
+        text = f"and {count(elements - shown, 'more element')}"
+        drawn.words(left, drawn.height + height + 6, text, role="muted")
         height += 14
-    drawn.height = top + max(rows * CELL + 16 * bool(cut), height) + 8
+    return height
 
 
-def _unit_at(start: int, first: int, packed: bool) -> str:
-    return f"[{start + first // 8}]" if packed else f"[{start + first}]"
+def _cell(drawn: Picture, x: float, y: float, span: Span, seen: bool | None) -> None:
+    """Draw an element of a mask; None is a bit that is no element."""
+    fill = None if seen is None else str(span.owner % OWNERS) if seen else "surface"
+    drawn.box(x, y, CELL, CELL, fill)
 
 
 def _elements(mask: RaggedMask | PackedMask, start: int, first: int, stop: int) -> Host:

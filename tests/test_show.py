@@ -255,6 +255,12 @@ def test_the_corner_of_a_large_mask_is_drawn_from_its_own_elements():
         assert "and 28 more rows, 76 more keys" in words(shown)
 
 
+def test_bytes_are_shown_as_they_are_even_where_bits_are_unused():
+    shown = cukv.PackedMask(np.array([0b11100101], np.uint8), [0, 1], [0, 4]).show()
+    assert "0xe5 = 229" in words(shown)
+    assert [fill for _, _, fill in cells(shown, left=False)][:4] == ["0", "surface", "0", "surface"]
+
+
 def test_a_request_without_mask_elements_is_named():
     shown = cukv.RaggedMask(np.zeros(4, bool), [0, 0, 2], [0, 3, 5]).show()
     assert shown.about.startswith("Request 0: a [0, 3] mask in no elements. Request 1: a [2, 2]")
