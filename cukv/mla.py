@@ -19,7 +19,7 @@ from cukv._latent_attention import (
     check_rotary_queries,
     latent_scale,
 )
-from cukv._noun import ArrayNoun
+from cukv._noun import CacheNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
 from cukv.ragged import RaggedTensor
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MLAPagedCache(ArrayNoun):
+class MLAPagedCache(CacheNoun):
     """Latent rows of one layer in pages: a compressed part ``ckv`` and a rotary part ``kpe``.
 
-    Token ``t`` of page ``p`` is ``ckv[p, t]`` and ``kpe[p, t]``, where ::
+    Token ``t`` of page ``p`` is ``ckv[p, t]`` and ``kpe[p, t]``, where:
 
         ckv, kpe = data[..., :-head_dim_kpe], data[..., -head_dim_kpe:]   # one array
         ckv, kpe = data                                                   # a pair
@@ -261,6 +261,10 @@ class MLAPagedCache(ArrayNoun):
         ------
         TypeError, ValueError
             As in ``PagedKVCache.copy_pages``.
+
+        Notes
+        -----
+        As there. Source: kernels/copy_pages.cu.
         """
         self._pages.copy_pages("MLAPagedCache.copy_pages", src, dst)
 
@@ -285,6 +289,15 @@ class MLAPagedCache(ArrayNoun):
         -------
         Plan
             ``plan.update()`` makes it follow changed contents of the same arrays.
+
+        Raises
+        ------
+        NotImplementedError, TypeError, ValueError
+            As ``decode``.
+
+        Notes
+        -----
+        On the current stream, no synchronisation. Source: as ``decode``.
         """
         op = "MLAPagedCache.decode"
         call = LatentCall.of(op, self._pages, q_nope, qo_indptr, table, causal)
