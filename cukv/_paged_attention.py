@@ -348,6 +348,7 @@ class PagedAttention:
             logits_soft_cap=options["logits_soft_cap"] or 0.0,
             causal=options["causal"],
             window_left=min(options["window_left"], 1 << 30),
+            evict_first=tile.rows <= 16,  # rows beyond a tile read the same keys again
         )
 
     def _tile_of_plan(self, op: str, work: WorkList, device: int) -> Tile:

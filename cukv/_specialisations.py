@@ -75,8 +75,7 @@ class DecodeTile(NamedTuple):
         """Size of ``DecodeCta::Smem`` in kernels/decode.cu."""
         per_token = (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
         ring = self.warps * self.stages * (self.tokens * per_token + 4)
-        ring += self.warps * self.tokens * 16
-        states = self.warps * self.rows * 4 * (self.head_dim_vo + 4 + 2)
+        states = self.warps * self.rows * 4 * (self.head_dim_vo + 8 + 2)
         queries = 2 * self.rows * (2 * (self.head_dim + 8) + 4)
         return int(-(-(ring + states + queries + 4) // 1024) * 1024)
 
@@ -140,7 +139,6 @@ class PrefillTile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
-        ring += self.tokens * 16
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
         item = 48 + 20 * self.warps + 8
         return int(-(-(ring + queries + 2 * 8 + item) // 1024) * 1024)

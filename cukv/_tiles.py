@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from cukv._specialisations import Tile
 
 _SHORT_TOKENS = 2048  # of a request
-_LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
@@ -60,13 +59,9 @@ def choose_tile(
 
     # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
     # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
-    # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
-    # 480 us for 490; 16 of 8192: the same; 16 of 1024: 21 for 18).
-    tiles_per_sm = batch_size * k.shape[2] / num_sms(device)
-    token_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    bytes_per_sm = num_tokens * token_bytes / num_sms(device)
-    many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
-    if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
+    # us for 204; 128 of 2048: the same).
+    many = batch_size * k.shape[2] > 2 * num_sms(device)
+    if batch_invariant or (many and num_tokens <= _SHORT_TOKENS * batch_size):
         tiles.reverse()
     return tiles[0]
 

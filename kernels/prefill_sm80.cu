@@ -37,7 +37,7 @@ struct PrefillCta {
     static constexpr int M_TILES = WARP_ROWS / 16, HALVES = 2;
 
     using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, WARPS>;
-    using Loader = KvLoader<Ring, ALIGNED, false, PrefillSm80Params>;
+    using Loader = KvLoader<Ring, ALIGNED, PrefillSm80Params>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS, false>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;
@@ -47,7 +47,6 @@ struct PrefillCta {
     struct Smem {
         alignas(1024) typename Ring::Buffers ring;
         QueryTile<KV, HEAD_DIM_QK, ROWS> q;
-        typename Ring::RowStarts rows[WARPS];
         typename Ring::Keys keys;
         // Here, because steps need all registers:
         Item item;
@@ -97,9 +96,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
         __syncthreads();
     }
-    typename Cta::Loader loader(
-        p, smem.ring, smem.keys, smem.rows[threadIdx.x / WARP_SIZE], kv_head, first, first_item,
-        end_item);
+    typename Cta::Loader loader(p, smem.ring, smem.keys, kv_head, first, first_item, end_item);
     loader.issue(0);
 
     const Logits<PrefillSm80Params> logits(p);
@@ -128,9 +125,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             __syncwarp();  // the sight is there
             const Sight& sight = smem.sights[threadIdx.x / WARP_SIZE];
             float scales[Cta::M_TILES][Cta::HALVES];
-            logits.row_scales(scales, smem.q, [&](int m_tile, int half_idx) {
-                return warp_first + lane_row(m_tile, half_idx);
-            });
+            logits.row_scales(scales, smem.q, warp_first);
 
             // 3 steps: the next one's keys come while this one is computed
 #pragma unroll 1

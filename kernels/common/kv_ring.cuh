@@ -122,58 +122,10 @@ struct KvRing {
     using KeyBits = typename UintOf<TOKENS / 8>::type;
     using Keys = KeyBits[STAGES];
     using OwnBits = typename UintOf<TOKENS / SHARERS / 8>::type;
-
-    // Where the rows begin that a warp copies next. In shared memory, because every lane copies a
-    // chunk of many rows, and a look-up there is one instruction.
-    struct RowStarts {
-        const char* k[TOKENS / SHARERS];
-        const char* v[TOKENS / SHARERS];
-    };
 };
 
-// Starts bringing rows of the first TOKENS tokens of an item into the L2, by THREADS threads. For a
-// launch that still waits for others: what the list and the table say may be out of date, or not be
-// written yet, so nothing is read that they alone vouch for, and only the L2 learns of it.
-template <int ROW_BYTES, int TOKENS, int THREADS>
-__device__ __forceinline__ void prefetch_rows(
-    const PageTable& table, const Item& item, const Pages& cache, int kv_head, int num_bytes) {
-    constexpr int LINE = 128, LINES = ROW_BYTES / LINE;  // bytes; of a row
-    for (int i = threadIdx.x; i < TOKENS * LINES; i += THREADS) {
-        const int64_t token = int64_t{item.first_token} + i / LINES;
-        if (token < 0 || token >= item.end_token) {
-            return;
-        }
-        const int64_t page_idx = table.page_divisor.quotient(static_cast<uint32_t>(token));
-        const int64_t idx = item.first_page + page_idx;
-        if (idx < 0 || idx >= table.indices.size) {
-            return;
-        }
-        const Slot slot = {
-            table.indices.entry(idx).value(table.indices), token - page_idx * table.page_size};
-        const int byte = i % LINES * LINE;
-        if (cache.has(slot.page) && byte < num_bytes) {
-            prefetch_l2(cache.row(slot, kv_head) + byte);
-        }
-    }
-}
-
-// The same of keys and values, as many as all rings hold: more hold up the launch before (16
-// requests of 1024 tokens on an H200: 17.6 us, with twice as many 18.2). Params: table, k_cache, v_cache, head_dim,
-// head_dim_vo.
-template <typename Ring, typename Params>
-__device__ __forceinline__ void prefetch_first_keys(
-    const Params& p, const Item& item, int kv_head) {
-    constexpr int TOKENS = Ring::WARPS / Ring::SHARERS * Ring::STAGES * Ring::TOKENS;
-    constexpr int THREADS = Ring::WARPS * WARP_SIZE, BYTES = sizeof(typename Ring::KV);
-    prefetch_rows<Ring::K_ROW_BYTES, TOKENS, THREADS>(
-        p.table, item, p.k_cache, kv_head, p.head_dim * BYTES);
-    prefetch_rows<Ring::V_ROW_BYTES, TOKENS, THREADS>(
-        p.table, item, p.v_cache, kv_head, p.head_dim_vo * BYTES);
-}
-
-// Fills a warp's ring. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo. EVICT_FIRST: keys
-// and values leave the L2 first, because nobody else reads them.
-template <typename Ring, bool ALIGNED, bool EVICT_FIRST, typename Params>
+// Fills a warp's ring. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo, evict_first.
+template <typename Ring, bool ALIGNED, typename Params>
 struct KvLoader {
     using KV = typename Ring::KV;
     using Walk = StepWalk<Ring::TOKENS, Ring::WARPS, Ring::SHARERS>;
@@ -181,7 +133,6 @@ struct KvLoader {
     const Params& p;
     typename Ring::Buffers& buffers;
     typename Ring::Keys& keys;
-    typename Ring::RowStarts& rows;
     int kv_head;
     Walk walk;
 
@@ -189,7 +140,6 @@ struct KvLoader {
         const Params& p,
         typename Ring::Buffers& buffers,
         typename Ring::Keys& keys,
-        typename Ring::RowStarts& rows,
         int kv_head,
         const Item& first,
         int32_t first_item,
@@ -197,21 +147,25 @@ struct KvLoader {
         : p(p),
           buffers(buffers),
           keys(keys),
-          rows(rows),
           kv_head(kv_head),
           walk(p.table, p.work.items, first, first_item, end_item) {}
 
     // Starts the copies of the next step into a buffer, as one group, which is empty past the last
     // step: whoever waits counts groups.
     __device__ __forceinline__ void issue(int stage) {
-        __syncwarp();  // the buffer, and the rows of the step before, have been read
         if (!walk.done()) {
-            const uint32_t votes = find_rows(stage);
-            if (ALIGNED && votes == 0xffffffffu) {
-                copy<true>(stage, votes);
-            } else {
-                copy<false>(stage, votes);
+            const int64_t id = walk.page.value(p.table.indices);
+            const bool has_key =
+                walk.own_token() < walk.end_token && p.k_cache.has(id) && p.v_cache.has(id);
+            const uint32_t votes = __ballot_sync(0xffffffffu, has_key);
+            if (threadIdx.x % WARP_SIZE == 0) {
+                const int own = Walk::own_row() / Walk::OWN_TOKENS;
+                reinterpret_cast<typename Ring::OwnBits*>(&keys[stage])[own] = votes;
             }
+            char* k = buffers[stage] + Walk::own_row() * Ring::K_ROW_BYTES;
+            char* v = buffers[stage] + Ring::V_OFFSET + Walk::own_row() * Ring::V_ROW_BYTES;
+            copy<Ring::K_ROW_BYTES>(k, p.k_cache, p.head_dim, id, has_key, votes);
+            copy<Ring::V_ROW_BYTES>(v, p.v_cache, p.head_dim_vo, id, has_key, votes);
         }
         cp_async_commit_group();
         if (!walk.done()) {
@@ -219,40 +173,21 @@ struct KvLoader {
         }
     }
 
-    // Says where the next step's rows are, and which of them are keys: bit r, whether row r is.
-    __device__ __forceinline__ uint32_t find_rows(int stage) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        const int64_t id = walk.page.value(p.table.indices);
-        const bool has_key =
-            walk.own_token() < walk.end_token && p.k_cache.has(id) && p.v_cache.has(id);
-        const uint32_t votes = __ballot_sync(0xffffffffu, has_key);
-        if (lane_idx < Walk::OWN_TOKENS) {
-            const Slot slot = {has_key ? id : 0, has_key ? walk.entry() : 0};
-            rows.k[lane_idx] = p.k_cache.row(slot, kv_head);
-            rows.v[lane_idx] = p.v_cache.row(slot, kv_head);
-        }
-        if (lane_idx == 0) {
-            const int own = Walk::own_row() / Walk::OWN_TOKENS;
-            reinterpret_cast<typename Ring::OwnBits*>(&keys[stage])[own] = votes;
-        }
-        __syncwarp();  // the rows are there
-        return votes;
-    }
-
-    template <bool ALL>
-    __device__ __forceinline__ void copy(int stage, uint32_t votes) {
-        char* k = buffers[stage] + Walk::own_row() * Ring::K_ROW_BYTES;
-        char* v = buffers[stage] + Ring::V_OFFSET + Walk::own_row() * Ring::V_ROW_BYTES;
+    template <int ROW_BYTES>
+    __device__ __forceinline__ void copy(
+        char* buffer, const Pages& cache, int head_dim, int64_t id, bool has_key, uint32_t votes) {
+        const char* head = cache.base + kv_head * cache.head_stride;
+        const int64_t offset =
+            has_key ? id * cache.page_stride + walk.entry() * cache.token_stride : 0;
         if constexpr (ALIGNED) {
+            constexpr int UNROLL = Ring::SHARERS == 1 ? 8 : 4;  // sharers have fewer registers left
+            const int num_bytes = head_dim * int{sizeof(KV)};
             const uint64_t policy =
-                EVICT_FIRST ? createpolicy_evict_first() : createpolicy_evict_unchanged();
-            copy_rows<Ring::K_ROW_BYTES, ALL>(
-                k, rows.k, p.head_dim * int{sizeof(KV)}, votes, policy);
-            copy_rows<Ring::V_ROW_BYTES, ALL>(
-                v, rows.v, p.head_dim_vo * int{sizeof(KV)}, votes, policy);
-        } else if constexpr (!ALL) {
-            copy_elements<KV, Ring::K_ROW_BYTES>(k, rows.k, p.head_dim, votes);
-            copy_elements<KV, Ring::V_ROW_BYTES>(v, rows.v, p.head_dim_vo, votes);
+                p.evict_first ? createpolicy_evict_first() : createpolicy_evict_unchanged();
+            copy_rows<ROW_BYTES, Walk::OWN_TOKENS, UNROLL>(
+                buffer, head, offset, num_bytes, votes, policy);
+        } else {
+            copy_elements<KV, ROW_BYTES, Walk::OWN_TOKENS>(buffer, head, offset, head_dim, votes);
         }
     }
 };

@@ -3,7 +3,6 @@
 //   logit = log2(e) * (cap > 0 ? cap * tanh(x / cap) : x)  with x = scales * q . k
 #pragma once
 #include "common/products.cuh"
-#include "common/swapped.cuh"
 
 namespace cukv {
 
@@ -12,8 +11,8 @@ __device__ __forceinline__ float tanh_by_ex2(float x) {
     return 1.0f - __fdividef(2.0f, 1.0f + ex2(x * (2.0f * LOG2_E)));
 }
 
-// Calls visit(score, m_tile, half_idx, row, token) for each of this lane's scores; `token` counts from
-// the first of the step.
+// Calls visit(score, m_tile, half_idx, token) for each of this lane's scores; `token` counts from
+// the first of the step, and lane_row(m_tile, half_idx) is the row.
 template <int M_TILES, int TILES, int N, typename Visit>
 __device__ __forceinline__ void each_score(float (&s)[M_TILES][TILES][N], Visit visit) {
 #pragma unroll
@@ -22,8 +21,7 @@ __device__ __forceinline__ void each_score(float (&s)[M_TILES][TILES][N], Visit 
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                const int half_idx = i / 2, token = tile * 8 + threadIdx.x % 4 * 2 + i % 2;
-                visit(s[m_tile][tile][i], m_tile, half_idx, lane_row(m_tile, half_idx), token);
+                visit(s[m_tile][tile][i], m_tile, i / 2, tile * 8 + threadIdx.x % 4 * 2 + i % 2);
             }
         }
     }
@@ -40,23 +38,26 @@ struct Logits {
         scale = p.logits_soft_cap > 0.0f ? natural / p.logits_soft_cap : natural * LOG2_E;
     }
 
-    // Of each of this lane's rows, which is row(i, j) of the tile: `scale`, times what the row was
-    // divided by.
-    template <int I, int J, typename Tile, typename Row>
+    // Of each of this lane's rows, from first_row of the tile on: `scale`, times what the row of the tile was divided by.
+    template <int M_TILES, int HALVES, typename Tile>
     __device__ __forceinline__ void row_scales(
-        float (&scales)[I][J], const Tile& tile, Row row) const {
+        float (&scales)[M_TILES][HALVES], const Tile& tile, int first_row) const {
 #pragma unroll
-        for (int i = 0; i < I * J; ++i) {
-            scales[i / J][i % J] = scale * tile.factor_of(row(i / J, i % J));
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
+            const int m_tile = i / HALVES, half_idx = i % HALVES;
+            scales[m_tile][half_idx] =
+                scale * tile.factor_of(first_row + lane_row(m_tile, half_idx));
         }
     }
 
-    template <typename Scores, int I, int J>
-    __device__ __forceinline__ void apply(Scores& s, const float (&scales)[I][J]) const {
-        each_score(s, [&](float& x, int i, int j, int, int) { x *= scales[i][j]; });
+    template <int M_TILES, int TILES, int HALVES>
+    __device__ __forceinline__ void apply(
+        float (&s)[M_TILES][TILES][2 * HALVES], const float (&scales)[M_TILES][HALVES]) const {
+        each_score(
+            s, [&](float& x, int m_tile, int half_idx, int) { x *= scales[m_tile][half_idx]; });
         if (p.logits_soft_cap > 0.0f) {
             const float cap = p.logits_soft_cap * LOG2_E;
-            each_score(s, [&](float& x, int, int, int, int) { x = cap * tanh_by_ex2(x); });
+            each_score(s, [&](float& x, int, int, int) { x = cap * tanh_by_ex2(x); });
         }
     }
 };
@@ -86,18 +87,19 @@ struct Sight {
     }
 
     // Masks the logits of the keys from `token` on; bit t of `keys`: whether token + t is a key.
-    template <typename Params, typename Scores, typename Bits>
+    template <typename Params, int M_TILES, int TILES, int N, typename Bits>
     __device__ __forceinline__ void mask(
-        const Params& p, Scores& s, int32_t token, Bits keys) const {
-        constexpr int TOKENS = 8 * sizeof(Bits);
+        const Params& p, float (&s)[M_TILES][TILES][N], int32_t token, Bits keys) const {
+        constexpr int TOKENS = TILES * 8;
+        static_assert(TOKENS == 8 * sizeof(Bits), "a bit for each token");
         const bool rows_differ = token < all_from || token + TOKENS > all_to;
         if (keys == static_cast<Bits>(~Bits{0}) && !rows_differ) {
             return;
         }
-        each_score(s, [&](float& x, int, int, int row, int local) {
+        each_score(s, [&](float& x, int m_tile, int half_idx, int local) {
             bool seen = keys >> local & 1;
             if (rows_differ) {
-                seen = seen && sees(p, row, token + local);
+                seen = seen && sees(p, lane_row(m_tile, half_idx), token + local);
             }
             x = seen ? x : NO_KEY;
         });

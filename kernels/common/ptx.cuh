@@ -73,12 +73,6 @@ __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     return x;
 }
 
-// Starts bringing the line of an address into the L2. It is a hint: what is read later is what is in
-// memory then, whoever writes it meanwhile.
-__device__ __forceinline__ void prefetch_l2(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
 // How the L2 should treat lines: first to be evicted, or as any other.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
     uint64_t policy;
@@ -125,14 +119,6 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t sme
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                  : "r"(smem)
                  : "memory");
-}
-
-// An 8 x 8 matrix of 16-bit elements, of which lane l has elements 2 * (l % 4) and + 1 of row l / 4,
-// transposed: it gets them of column l / 4.
-__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
-    uint32_t y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
 }
 
 // c += a b with a [16, 16], b [16, 8], c [16, 8] float32. Lane l, g = l / 4, t = 2 * (l % 4):

@@ -1,4 +1,4 @@
-// The online softmax of a warp over its own keys.
+// The online softmax of a warp over its own keys, and the states of a CTA's warps as one.
 //
 // Sums lie in lanes as common/products.cuh says; maximum and denominator of a row are in its four
 // lanes: the maximum the same in all, the denominator of each lane's own keys only, because adding
@@ -91,6 +91,56 @@ struct WarpState {
         m[m_tile][half_idx] = m_new;
         d[m_tile][half_idx] = d[m_tile][half_idx] * factor + sum;
         return factor;
+    }
+};
+
+// States of the warps of a CTA in shared memory, all of the same rows. The padding of a row puts
+// the rows that a warp stores together on different banks.
+template <int WARPS, int ROWS, int HEAD_DIM>
+struct WarpStates {
+    float o[WARPS][ROWS][HEAD_DIM + 8];
+    float m[WARPS][ROWS];
+    float d[WARPS][ROWS];
+
+    // By all warps, each its own.
+    template <typename KV, int M_TILES, int HALVES, int FEAT_TILES>
+    __device__ __forceinline__ void store(const WarpState<M_TILES, HALVES, FEAT_TILES>& warp) {
+        const int warp_idx = threadIdx.x / WARP_SIZE;
+#pragma unroll
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
+            const int m_tile = i / HALVES, half_idx = i % HALVES;
+            const int row = lane_row(m_tile, half_idx);
+            const float sum = warp.whole_d(m_tile, half_idx);
+            if (threadIdx.x % 4 == 0) {
+                m[warp_idx][row] = warp.m[m_tile][half_idx];
+                d[warp_idx][row] = sum;
+            }
+#pragma unroll
+            for (int tile = 0; tile < FEAT_TILES; tile += 2) {
+                const float* even = &warp.o[m_tile][tile][2 * half_idx];
+                const float* odd = &warp.o[m_tile][tile + 1][2 * half_idx];
+                store_tile_pair<KV>(&o[warp_idx][row][tile * 8], even, odd);
+            }
+        }
+    }
+
+    // Four sums of a row over all warps, from first_warp on, which is the order of the keys' steps.
+    __device__ __forceinline__ State<1, 4> merge(int row, int feat, int first_warp) const {
+        float m_of[WARPS];
+        State<1, 4> state;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            m_of[i] = m[(first_warp + i) % WARPS][row];
+            state.m = fmaxf(state.m, m_of[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            const int warp_idx = (first_warp + i) % WARPS;
+            const float4 x = *reinterpret_cast<const float4*>(&o[warp_idx][row][feat]);
+            const float sums[1][4] = {{x.x, x.y, x.z, x.w}};
+            state.add(m_of[i], d[warp_idx][row], sums);
+        }
+        return state;
     }
 };
 
