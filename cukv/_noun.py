@@ -13,6 +13,9 @@ from cukv._arrays import FP8, Array, CudaUnavailableError, home, is_available, t
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cukv._picture import Picture
+    from cukv.page_table import PageTable
+
 Self = TypeVar("Self", bound="Noun")
 
 
@@ -36,6 +39,48 @@ class Noun:
         """``cupy`` or ``numpy``: where this noun's arrays live."""
         return home(type(self).__name__, **{f"array {i}": a for i, a in enumerate(_arrays(self))})
 
+    def show(self) -> Picture:
+        """Draw the layout with its contents. Synchronises if the noun is on a GPU.
+
+        Returns
+        -------
+        Picture
+            Jupyter shows it, light or dark; ``print`` says the same in words. Large nouns are
+            summarised. Contents that are not valid are not drawn: it says what is wrong.
+        """
+        from cukv._show import picture  # which knows all nouns
+
+        return picture(self, read=True)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw what ``show`` draws with matplotlib. Synchronises if the noun is on a GPU.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes
+            Where to draw; None makes a figure of the right size.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        ModuleNotFoundError
+            matplotlib is not installed.
+        """
+        return self.show().plot(ax)
+
+    def _repr_html_(self) -> str:
+        """Draw the layout in Jupyter; of a noun on a GPU its structure, as nothing is read."""
+        from cukv._show import picture
+
+        return picture(self, read=False)._repr_html_()
+
+    def _structure(self) -> list[str]:
+        """Give a line for each field: its name, and dtype and shape or value."""
+        return [f"{n}: {_show(v)}" for n, v in self._fields().items() if v is not None]
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{n}={_show(v)}" for n, v in self._fields().items() if v is not None)
         arrays = _arrays(self)
@@ -51,7 +96,13 @@ class Noun:
         return self._map(_as_bytes(lambda a: a.get()))
 
     def to_device(self: Self) -> Self:
-        """Copy to CuPy arrays on the current device; a noun on a GPU is returned as it is."""
+        """Copy to CuPy arrays on the current device; a noun on a GPU is returned as it is.
+
+        Raises
+        ------
+        CudaUnavailableError
+            There is no GPU.
+        """
         if self._home() is cp:
             return self
         if not is_available():
@@ -103,6 +154,56 @@ class ArrayNoun(Noun):
                 f"export .{names[0]} and .{names[1]}"
             )
         return self.data
+
+
+class CacheNoun(ArrayNoun):
+    """A cache in pages, which is drawn with their owners where a page table names them."""
+
+    def show(self, table: PageTable | None = None) -> Picture:
+        """Draw the pages and where tokens lie in them. Reads nothing of the cache's contents.
+
+        Parameters
+        ----------
+        table : PageTable
+            Says which request owns which page; read, so that this synchronises if it is on a GPU.
+
+        Returns
+        -------
+        Picture
+            Jupyter shows it, light or dark; ``print`` says the same in words. Large caches are
+            summarised.
+
+        Raises
+        ------
+        TypeError, ValueError
+            No page table, or one of another page size.
+        """
+        from cukv._show import picture
+
+        return picture(self, table, read=True)
+
+    def plot(self, ax: Any = None, table: PageTable | None = None) -> Any:
+        """Draw what ``show`` draws with matplotlib. Synchronises as ``show`` does.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes
+            Where to draw; None makes a figure of the right size.
+        table : PageTable
+            Says which request owns which page.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        ModuleNotFoundError
+            matplotlib is not installed.
+        TypeError, ValueError
+            No page table, or one of another page size.
+        """
+        return self.show(table).plot(ax)
 
 
 def _as_bytes(change: Callable[[Array], Array]) -> Callable[[Array], Array]:

@@ -43,7 +43,7 @@ class CascadeLevels(Noun):
 
     Every level divides the same rows into its own requests, and has a page table for them. Row
     ``r`` belongs to request ``b`` of level ``l`` where
-    ``qo_indptr[l][b] <= r < qo_indptr[l][b + 1]``, and attends to ::
+    ``qo_indptr[l][b] <= r < qo_indptr[l][b + 1]``, and attends to:
 
         keys[r] = concatenate([keys of r's request in tables[l] for l in range(num_levels)])
 
@@ -274,6 +274,15 @@ class CascadeLevels(Noun):
         -------
         Plan
             ``plan.update()`` makes it follow changed contents of the same arrays.
+
+        Raises
+        ------
+        NotImplementedError, TypeError, ValueError
+            As ``attend``.
+
+        Notes
+        -----
+        On the current stream, no synchronisation. Source: as ``attend``.
         """
         op = "CascadeLevels.attend"
         key, xp = self._check_call(op, q, cache, causal, window_left)

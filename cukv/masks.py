@@ -42,7 +42,7 @@ class RaggedMask(ArrayNoun):
     """Masks of a batch, flattened one after another; True = attend.
 
     Request ``b`` has a mask ``[qo_len, kv_len]`` in C order at
-    ``data[indptr[b]:indptr[b + 1]]``, where ::
+    ``data[indptr[b]:indptr[b + 1]]``, where:
 
         mask indptr[1:] == cumsum(qo_len * kv_len)             elements, this noun
         byte indptr[1:] == cumsum(ceil(qo_len * kv_len / 8))   bytes, PackedMask
@@ -97,6 +97,11 @@ class RaggedMask(ArrayNoun):
         -------
         RaggedMask
             Owns its data; int32 indptrs (int64 for more rows or tokens than int32 counts).
+
+        Raises
+        ------
+        TypeError, ValueError
+            No masks, masks that are not 2-D or not bool, or of several homes or devices.
         """
         op = "RaggedMask.from_list"
         if not len(masks):
@@ -120,7 +125,12 @@ class RaggedMask(ArrayNoun):
     def indptr(self) -> Array:
         """Where each request's mask starts in ``data``, ``[batch_size + 1]`` int64, in elements.
 
-        Computed from the present contents.
+        Computed from the present contents, on a GPU by one launch. Source: kernels/mask_indptr.cu.
+
+        Raises
+        ------
+        ValueError
+            On NumPy, an indptr that does not start at 0 or falls.
         """
         return _mask_indptr("RaggedMask.indptr", self.qo_indptr, self.kv_indptr)
 
@@ -154,9 +164,17 @@ class RaggedMask(ArrayNoun):
         Returns
         -------
         PackedMask
-            ``(len(data) + 7 * batch_size) // 8`` bytes, those past the last request 0. No
-            synchronisation. A call captured into a graph keeps a few bytes per request for the life
-            of the process.
+            ``(len(data) + 7 * batch_size) // 8`` bytes, those past the last request 0.
+
+        Raises
+        ------
+        ValueError
+            On NumPy, what ``validate`` raises.
+
+        Notes
+        -----
+        Current stream, no synchronisation. A call captured into a graph keeps a few bytes per
+        request for the life of the process. Source: kernels/segment_packbits.cu.
         """
         if self._home() is np:
             self.validate()
@@ -184,7 +202,7 @@ class PackedMask(ArrayNoun):
     """Masks of a batch as bits, eight elements to a byte, the first in a byte's lowest bit.
 
     Each request starts on a byte of its own: element ``[i, j]`` of request ``b`` is bit ``n % 8``
-    of ``data[indptr[b] + n // 8]``, ``n = i * kv_len + j``, where ::
+    of ``data[indptr[b] + n // 8]``, ``n = i * kv_len + j``, where:
 
         mask indptr[1:] == cumsum(qo_len * kv_len)             elements, RaggedMask
         byte indptr[1:] == cumsum(ceil(qo_len * kv_len / 8))   bytes, this noun
@@ -204,6 +222,10 @@ class PackedMask(ArrayNoun):
     TypeError, ValueError
         Wrong dtype, shape, home or device. Values are checked by ``validate``; on the device, bits
         past the end of ``data`` count as False.
+
+    Notes
+    -----
+    Layout: FlashInfer, "KV-Cache Layout in FlashInfer", section "Mask Layout (2D Ragged Tensor)".
     """
 
     data: Array
@@ -293,6 +315,10 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     ------
     TypeError, ValueError
         Not an array, a dtype without truth values, an unknown bit order.
+
+    Notes
+    -----
+    Current stream, no synchronisation. Source: kernels/packbits.cu.
     """
     op = "packbits"
     x, big = as_array(op, "x", x), _is_big(op, bitorder)
@@ -343,6 +369,10 @@ def segment_packbits(x: Array, indptr: Array, bitorder: BitOrder = "little") -> 
     ------
     TypeError, ValueError
         Wrong dtype, shape, home or bit order; on NumPy also values of ``indptr``.
+
+    Notes
+    -----
+    Current stream, no synchronisation. Source: kernels/segment_packbits.cu, kernels/byte_indptr.cu.
     """
     op = "segment_packbits"
     x, big = as_array(op, "x", x), _is_big(op, bitorder)

@@ -29,7 +29,7 @@ def merge_states(
 ) -> tuple[Array, Array]:
     """Combine the attention states of k disjoint sets of keys, per row and head.
 
-    The result is the state of all keys together::
+    The result is the state of all keys together:
 
         lse = log2(sum_j 2 ** lse[:, j])        o = sum_j 2 ** (lse[:, j] - lse) * o[:, j]
 
@@ -54,7 +54,11 @@ def merge_states(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, shape, home or device. No synchronisation.
+        Wrong dtype, shape, home or device.
+
+    Notes
+    -----
+    Current stream, no synchronisation. Source: kernels/merge_states.cu.
     """
     op = "merge_states"
     o, lse = as_array(op, "o", o), as_array(op, "lse", lse)
@@ -103,7 +107,11 @@ def merge_state(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, shape, home or device. No synchronisation.
+        Wrong dtype, shape, home or device.
+
+    Notes
+    -----
+    Current stream, no synchronisation. Source: kernels/merge_states.cu.
     """
     op = "merge_state"
     o_a, lse_a = as_array(op, "o_a", o_a), as_array(op, "lse_a", lse_a)

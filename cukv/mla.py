@@ -21,7 +21,7 @@ from cukv._attention import (
 )
 from cukv._check import check_indptr, match, match_dtype, match_index, values
 from cukv._index import as_index
-from cukv._noun import ArrayNoun
+from cukv._noun import CacheNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
 from cukv.ragged import RaggedTensor
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MLAPagedCache(ArrayNoun):
+class MLAPagedCache(CacheNoun):
     """Latent rows of one layer in pages: a compressed part ``ckv`` and a rotary part ``kpe``.
 
-    Token ``t`` of page ``p`` is ``ckv[p, t]`` and ``kpe[p, t]``, where ::
+    Token ``t`` of page ``p`` is ``ckv[p, t]`` and ``kpe[p, t]``, where:
 
         ckv, kpe = data[..., :-head_dim_kpe], data[..., -head_dim_kpe:]   # one array
         ckv, kpe = data                                                   # a pair
@@ -257,6 +257,10 @@ class MLAPagedCache(ArrayNoun):
         ------
         TypeError, ValueError
             As in ``PagedKVCache.copy_pages``.
+
+        Notes
+        -----
+        As there. Source: kernels/copy_pages.cu.
         """
         self._pages.copy_pages("MLAPagedCache.copy_pages", src, dst)
 
@@ -281,6 +285,15 @@ class MLAPagedCache(ArrayNoun):
         -------
         Plan
             ``plan.update()`` makes it follow changed contents of the same arrays.
+
+        Raises
+        ------
+        NotImplementedError, TypeError, ValueError
+            As ``decode``.
+
+        Notes
+        -----
+        On the current stream, no synchronisation. Source: as ``decode``.
         """
         op = "MLAPagedCache.decode"
         q_nope = as_array(op, "q_nope", q_nope)

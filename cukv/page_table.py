@@ -27,7 +27,7 @@ class PageTable(Noun):
     """CSR page table of one step: request ``b`` owns pages ``indices[indptr[b]:indptr[b + 1]]``.
 
     Token ``t`` of request ``b`` lives in page ``indices[indptr[b] + t // page_size]`` at entry
-    ``t % page_size``, and the request has ::
+    ``t % page_size``, and the request has:
 
         kv_len = (pages - 1) * page_size + last_page_len[b]  if pages > 0 else 0
 
@@ -132,6 +132,10 @@ class PageTable(Noun):
         ValueError
             A negative length or too few pages, where the values are on the host; lengths on the
             device without ``pages`` or ``num_pages``.
+
+        Notes
+        -----
+        Lengths on the device: current stream, no synchronisation. Source: kernels/page_indptr.cu.
         """
         op = "PageTable.from_seq_lens"
         size = page_size_of(op, page_size)
@@ -181,6 +185,10 @@ class PageTable(Noun):
         ------
         TypeError, ValueError
             Wrong dtype or shape; on NumPy also a length that needs more than ``width`` pages.
+
+        Notes
+        -----
+        Current stream, no synchronisation. Source: kernels/page_indptr.cu, kernels/page_indices.cu.
         """
         op = "PageTable.from_block_table"
         size = page_size_of(op, page_size)
@@ -223,12 +231,18 @@ class PageTable(Noun):
 
     @property
     def seq_lens(self) -> Array:
-        """Tokens of each request, ``[batch_size]``, computed from the present contents."""
+        """Tokens of each request, ``[batch_size]``, computed from the present contents.
+
+        In the dtype of ``indptr``. On a GPU one launch. Source: kernels/seq_lens.cu.
+        """
         return self._derive("seq_lens", self.batch_size, self.indptr.dtype)
 
     @property
     def token_indptr(self) -> Array:
-        """Prefix sum of ``seq_lens``, ``[batch_size + 1]`` int64: what masks and gather take."""
+        """Prefix sum of ``seq_lens``, ``[batch_size + 1]`` int64: what masks and gather take.
+
+        In tokens, from the present contents. On a GPU one launch. Source: kernels/token_indptr.cu.
+        """
         return self._derive("token_indptr", self.batch_size + 1, _INT64)
 
     def _derive(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
@@ -261,6 +275,15 @@ class PageTable(Noun):
         Returns
         -------
         [batch_size, width], dtype of ``indices``
+
+        Raises
+        ------
+        ValueError
+            A negative width; on NumPy also one that is too small, and bad values of the table.
+
+        Notes
+        -----
+        Current stream, no synchronisation. Source: kernels/block_table.cu.
         """
         op = "PageTable.block_table"
         if width < 0:
@@ -293,6 +316,15 @@ class PageTable(Noun):
         [n] int64
             -1 where a pair names no slot: a negative or unknown request, a negative position or
             one past the request's pages.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Wrong home, dtype, shape or device; on NumPy also bad values of the table.
+
+        Notes
+        -----
+        Current stream, no synchronisation. Source: kernels/slot_mapping.cu.
         """
         op = "PageTable.slot_mapping"
         batch_indices = as_index(op, "batch_indices", batch_indices, self.indptr)

@@ -22,7 +22,7 @@ from cukv._attention import (
     run_on_host,
 )
 from cukv._check import check_indptr, match, match_dtype
-from cukv._noun import ArrayNoun
+from cukv._noun import CacheNoun
 from cukv._paged_attention import PagedAttention
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PagedKVCache(ArrayNoun):
+class PagedKVCache(CacheNoun):
     """K and V of one layer in pages; which request owns which page is a ``PageTable``'s business.
 
     With ``layout="NHD"`` token ``t`` of page ``p`` is ``k[p, t, head]`` and ``v[p, t, head]``; with
-    ``"HND"`` it is ``k[p, head, t]`` and ``v[p, head, t]``, where ::
+    ``"HND"`` it is ``k[p, head, t]`` and ``v[p, head, t]``, where:
 
         k, v = data[:, 0], data[:, 1]   # one 5-D array
         k, v = data                     # a pair of 4-D arrays, whose last axes may differ

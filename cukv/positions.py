@@ -32,6 +32,15 @@ def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> 
     -------
     batch_indices, positions : [nnz] int32
         -1 and 0 for padding.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Wrong home, dtype or shape; on NumPy also a request with more rows than tokens.
+
+    Notes
+    -----
+    Current stream, no synchronisation. Source: kernels/batch_indices_positions.cu.
     """
     op = "batch_indices_positions"
     like = None if isinstance(seq_lens, SEQUENCES) else seq_lens

@@ -110,6 +110,12 @@ class RaggedTensor(ArrayNoun):
         -------
         RaggedTensor
             Owns its data; int32 indptr (int64 for more rows than int32 counts).
+
+        Raises
+        ------
+        TypeError, ValueError
+            No arrays, an unknown layout, or arrays that differ in home, device, dtype, heads or
+            head_dim.
         """
         op = "RaggedTensor.from_list"
         check_layout(op, layout)

@@ -8,74 +8,13 @@ import sys
 from pathlib import Path
 
 import cupy as cp
-import ml_dtypes
 import numpy as np
 import pytest
-from cases import fake_cupy, on
+from cases import NOUNS, arange, fake_array, fake_cupy, host_array, on
 from tolerances import assert_same_bits, bits, to_numpy
 
 import cukv
 from cukv._noun import _arrays
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-
-
-def arange(shape, dtype="float16"):
-    """Number the elements of an array, so that every copy can be told from it."""
-    dtype = np.dtype(dtype)
-    if dtype.kind == "i":
-        return np.zeros(shape, dtype)
-    size = int(np.prod(shape))
-    return (np.arange(size) % 100).astype(f"u{dtype.itemsize}").view(dtype).reshape(shape)
-
-
-def make_table(make, page_size=4):
-    return cukv.PageTable(*(make(n, "int32") for n in (3, 5, 2)), page_size)
-
-
-# Every noun, in every form, over arrays that ``make(shape, dtype)`` gives.
-NOUNS = {
-    "RaggedTensor": lambda make: cukv.RaggedTensor(make((5, 2, 8)), make(3, "int32")),
-    "RaggedTensor HND": lambda make: cukv.RaggedTensor(make((2, 5, 8)), make(3, "int64"), "HND"),
-    "RaggedMask": lambda make: cukv.RaggedMask(
-        make(30, "bool"), make(3, "int32"), make(3, "int32")
-    ),
-    "PackedMask": lambda make: cukv.PackedMask(
-        make(9, "uint8"), make(3, "int32"), make(3, "int32"), make(3, "int64")
-    ),
-    "PackedMask without indptr": lambda make: cukv.PackedMask(
-        make(9, "uint8"), make(3, "int32"), make(3, "int32")
-    ),
-    "PageTable": make_table,
-    "PagedKVCache": lambda make: cukv.PagedKVCache(make((3, 2, 4, 2, 8))),
-    "PagedKVCache HND": lambda make: cukv.PagedKVCache(make((3, 2, 2, 4, 8), FP8), "HND"),
-    "PagedKVCache pair": lambda make: cukv.PagedKVCache(
-        (make((3, 4, 2, 8), BF16), make((3, 4, 2, 16), BF16))
-    ),
-    "MLAPagedCache": lambda make: cukv.MLAPagedCache(make((3, 4, 24)), 8),
-    "MLAPagedCache pair": lambda make: cukv.MLAPagedCache((make((3, 4, 16), FP8), make((3, 4, 8)))),
-    "CascadeLevels": lambda make: cukv.CascadeLevels(
-        (make(2, "int32"), make(3, "int32")),
-        (cukv.PageTable(*(make(n, "int32") for n in (2, 5, 1)), 4), make_table(make)),
-    ),
-    "CascadeLevels with an order": lambda make: cukv.CascadeLevels(
-        (make(3, "int32"),), (make_table(make),), make(2, "int32")
-    ),
-}
-
-
-def host_array(shape, dtype="float16"):
-    dtype = np.dtype(dtype)
-    return np.zeros(shape, dtype) if dtype.kind in "bui" else arange(shape, dtype)
-
-
-def fake_array(shape, dtype="float16", device=0):
-    dtype = np.dtype(dtype)
-    if dtype.kind not in "bu":
-        return fake_cupy(shape, dtype.name, device)
-    memory = cp.cuda.UnownedMemory(1 << 20, 1 << 12, None, device_id=device)
-    return cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
 
 
 def at(xp):

@@ -151,6 +151,56 @@ def test_every_public_callable_says_what_it_takes_and_gives(name):
         assert constructor or "Returns\n-------" in doc, f"does not say it returns {returned}"
 
 
+# What works on arrays with a kernel: its docstring says which.
+VERBS = {
+    *("append", "gather", "copy_pages", "plan", "decode", "prefill", "attend"),
+    *("from_seq_lens", "from_block_table", "block_table", "slot_mapping", "seq_lens"),
+    *("token_indptr", "pack", "packbits", "segment_packbits", "merge_state"),
+    *("merge_states", "batch_indices_positions"),
+}
+
+
+def section(doc, title):
+    """Give the entries of a section of a docstring as (heading, description), or None."""
+    found = re.search(rf"^{title}\n-+\n(.*?)(?=\n\n\w+\n---|\Z)", doc, re.MULTILINE | re.DOTALL)
+    if not found:
+        return None
+    entries = re.split(r"^(?=\S)", found[1].replace("\\\n", ""), flags=re.MULTILINE)[1:]
+    return [entry.partition("\n")[::2] for entry in entries]
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_docstrings_give_shapes_units_errors_and_source(name):
+    thing, doc = CALLABLES[name], inspect.getdoc(CALLABLES[name])
+    if inspect.isclass(thing):
+        if thing.__module__ not in ("cukv._arrays", "cukv._plan"):
+            assert "Layout: FlashInfer" in " ".join(doc.split())
+        return
+    signature = inspect.signature(thing)
+    parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    described = section(doc, "Parameters") or []
+    for parameter in parameters:
+        entries = [e for e in described if parameter.name in re.findall(r"\w+", e[0].split(":")[0])]
+        heading, text = entries[0]
+        elsewhere = re.search(r"\b[Aa]s (in|``)", text)
+        if "Array" in str(parameter.annotation):
+            assert "[" in heading + text or elsewhere, f"no shape of {heading}"
+        if "indptr" in parameter.name:
+            units = r"\b(rows|tokens|pages|elements|bytes)\b"
+            assert re.search(units, text) or elsewhere, f"no unit of {heading}"
+    if parameters:
+        assert section(doc, "Raises"), "no errors"
+    returned = str(signature.return_annotation)
+    if "Array" in returned:
+        found = section(doc, "Returns")
+        assert "[" in (str(found) if found else doc), "no shape of what it gives"
+    if name.rpartition(".")[2] in VERBS:
+        source = re.search(r"Source: (as ``\w+``|[\w/., ]+)\.(?:\s|$)", doc.replace("\n", " "))
+        assert source or "until the kernel exists" in doc, "no source"
+        for path in re.findall(r"\S+\.(?:cu|py)\b", source[0] if source else ""):
+            assert (TREE / path).exists(), path
+
+
 # Examples
 
 
