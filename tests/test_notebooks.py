@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 TREE = Path(__file__).parent.parent
@@ -33,6 +34,12 @@ print("home:", scope["xp"].__name__)
 def cells(path, kind):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.fixture
+def xp():
+    """Home of the arrays of a run: a machine without a GPU."""
+    return np
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
