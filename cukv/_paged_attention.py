@@ -12,17 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 
-from cukv._arrays import (
-    BFLOAT16,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    FLOAT16,
-    FLOAT32,
-    Array,
-    as_array,
-    empty,
-    home,
-)
+from cukv._arrays import FLOAT32, Array, as_array, empty, home
 from cukv._attention import (
     PagedCall,
     check_mask,
@@ -37,6 +27,7 @@ from cukv._check import match_aligned, match_rows
 from cukv._index import host_scale, pack_divisor, pack_scales
 from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer
 from cukv._plan import Batch, Cut, Plan, WorkSizes
+from cukv._specialisations import KINDS
 from cukv._tiles import choose_tiles, ctas_per_sm
 from cukv.masks import PackedMask
 
@@ -47,8 +38,6 @@ if TYPE_CHECKING:
 
 _pack_query_rows = packer("QueryRows")
 
-# kernels/common/queries.cuh KIND_*
-_KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
 _MAX_HEAD_DIM = 256
 _MAX_REMEMBERED = 256  # signatures of a cache
 _AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
@@ -359,7 +348,7 @@ class PagedAttention:
             lse_rows=_pack_rows(lse, 4, heads, FLOAT32),
             sinks_stride=0 if sinks is None else sinks.strides[0],
             group=pack_divisor(q.shape[1] // num_kv_heads),
-            sinks_kind=0 if sinks is None else _KINDS[sinks.dtype],
+            sinks_kind=0 if sinks is None else KINDS[sinks.dtype],
             head_dim=k.array.shape[3],
             head_dim_vo=self._head_dim_vo,
             sm_scale=options["sm_scale"],
@@ -441,7 +430,7 @@ def _pack_rows(
     else:
         pointer, (row, head), dtype = array.data.ptr, array.strides[:2], array.dtype
     aligned = (pointer | row | head) % vector_bytes == 0
-    return _pack_query_rows(row, head, _KINDS[dtype], aligned)
+    return _pack_query_rows(row, head, KINDS[dtype], aligned)
 
 
 def _remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], value: Any) -> None:
