@@ -88,7 +88,9 @@ def attend_cascade(
     op, q, qo_indptr, _, row_order, *_ = call
     sm_scale, logits_soft_cap, sinks = logits
     levels = call.levels(q if row_order is None or not len(q) else _take_rows(q, row_order))
-    plans = plan.levels if isinstance(plan, CascadePlan) else (None,) * len(levels)
+    if plan is not None and not isinstance(plan, CascadePlan):
+        raise ValueError(f"{op}: the plan was made for NumPy arrays")
+    plans = (None,) * len(levels) if plan is None else plan.levels
     if len(levels) == 1 and row_order is None:
         return attention.attend(levels[0], logits, scales, plans[0], results)
     if sinks is not None:
