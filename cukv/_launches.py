@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import cupy as cp
 
-from cukv._arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, Array
+from cukv._arrays import Array
 from cukv._attention import require_plan
 from cukv._kernels import packer
+from cukv._specialisations import KINDS
 
 if TYPE_CHECKING:
     from cukv._attention import PagedCall
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 _pack_query_rows = packer("QueryRows")
 
-# kernels/common/queries.cuh KIND_*
-KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
 AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
 _MAX_REMEMBERED = 256  # signatures of a cache
 

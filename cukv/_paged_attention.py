@@ -27,7 +27,6 @@ from cukv._index import host_scale, pack_divisor, pack_scales
 from cukv._kernels import WARP, BoundLaunch, kernel, num_sms
 from cukv._launches import (
     AS_GIVEN,
-    KINDS,
     PlanKind,
     array_signature,
     make_work,
@@ -36,6 +35,7 @@ from cukv._launches import (
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
+from cukv._specialisations import KINDS
 from cukv._tiles import choose_tiles, ctas_per_sm
 from cukv.masks import PackedMask
 

@@ -18,6 +18,8 @@ SPELLING = {
     FLOAT8_E4M3: "cukv::fp8_e4m3",
     FLOAT8_E5M2: "cukv::fp8_e5m2",
 }
+# Of dtypes that a kernel learns at run time: kernels/common/queries.cuh KIND_*.
+KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
 ROW_DTYPES = tuple(SPELLING)  # what append and gather convert between
 STATE_DTYPES = (FLOAT16, BFLOAT16, FLOAT32)  # attention outputs
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import cupy as cp
 import numpy as np
 
 from cukv import reference
@@ -16,11 +15,11 @@ from cukv._attention import (
     check_queries,
     check_window,
     host_scales,
-    no_kernel,
     plan_key,
     require_plan,
     run_on_host,
 )
+from cukv._cascade import CascadeCall, attend_cascade, plan_cascade
 from cukv._check import check_indptr, match, match_index, values
 from cukv._index import as_index
 from cukv._noun import Noun
@@ -285,10 +284,11 @@ class CascadeLevels(Noun):
         On the current stream, no synchronisation. Source: as ``attend``.
         """
         op = "CascadeLevels.attend"
-        key, xp = self._check_call(op, q, cache, causal, window_left)
-        if xp is cp:
-            raise no_kernel("CascadeLevels.plan")
-        return Plan(op, key)
+        key = self._check_call(op, q, cache, causal, window_left)
+        if cache._attention is None:
+            return Plan(op, key)
+        call = self._call(op, as_rows(op, "q", q), causal, window_left)
+        return plan_cascade(call, cache._attention, key)
 
     def attend(
         self,
@@ -353,12 +353,18 @@ class CascadeLevels(Noun):
         Raises
         ------
         NotImplementedError
-            On CuPy arrays, until the kernel exists.
+            On a GPU: a window over several levels, and what ``PagedKVCache.prefill`` does not take.
         TypeError, ValueError
             Wrong home, dtype, shape or option, or a plan made for another call.
+
+        Notes
+        -----
+        On a GPU: the launches of ``PagedKVCache.prefill`` for each level and one that merges, on
+        the current stream; no synchronisation. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
+        kernels/merge_states.cu.
         """
         op = "CascadeLevels.attend"
-        key, xp = self._check_call(op, q, cache, causal, window_left)
+        key = self._check_call(op, q, cache, causal, window_left)
         require_plan(op, plan, key)
         rows = as_rows(op, "q", q)
         options = check_options(
@@ -371,8 +377,16 @@ class CascadeLevels(Noun):
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
         )
-        if xp is cp:
-            raise no_kernel(op)
+        if cache._attention is not None:
+            return attend_cascade(
+                self._call(op, rows, causal, window_left),
+                cache._attention,
+                cache.head_dim_vo,
+                (options["sm_scale"], options["logits_soft_cap"], options["sinks"]),
+                (q_scale, k_scale, v_scale),
+                plan,
+                (out, lse, return_lse),
+            )
         options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         self.validate(cache.max_num_pages, len(rows))
         k, v = (pages.array for pages in cache._pages)
@@ -389,6 +403,11 @@ class CascadeLevels(Noun):
             return_lse,
         )
 
+    def _call(self, op: str, rows: Array, causal: bool, window_left: int) -> CascadeCall:
+        """Give a checked call to the GPU."""
+        levels = self.qo_indptr, self.tables, self.row_order
+        return CascadeCall(op, rows, *levels, bool(causal), int(window_left))
+
     def _check_call(
         self,
         op: str,
@@ -396,8 +415,8 @@ class CascadeLevels(Noun):
         cache: PagedKVCache,
         causal: bool,
         window_left: int,
-    ) -> tuple[tuple[tuple[str, Any], ...], Any]:
-        """Check queries and cache against the levels: (what a plan depends on, home)."""
+    ) -> tuple[tuple[str, Any], ...]:
+        """Check queries and cache against the levels: what a plan depends on."""
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"{op}: cache must be a PagedKVCache, got {type(cache)}")
         rows = as_rows(op, "q", q)
@@ -416,7 +435,8 @@ class CascadeLevels(Noun):
             causal=bool(causal),
             window_left=check_window(op, window_left),
         )
-        return key, home(op, q=rows, cache=cache.k, levels=self.qo_indptr[0])
+        home(op, q=rows, cache=cache.k, levels=self.qo_indptr[0])
+        return key
 
 
 def _levels_of(op: str, name: str, x: Any) -> tuple[Any, ...]:

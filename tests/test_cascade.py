@@ -9,11 +9,14 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import captured
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
 from cukv import CascadeLevels, PagedKVCache, PageTable, RaggedTensor, reference
 
+BF16 = np.dtype(ml_dtypes.bfloat16)
 PAGE = 4
 
 
@@ -895,18 +898,177 @@ def test_levels_do_not_mix_homes():
 
 
 @pytest.mark.gpu
-def test_attend_and_plan_on_the_gpu_say_what_exists():
+def test_attend_on_the_gpu_checks_its_arguments_and_says_what_does_not_exist():
     levels = two().to_device()
     cache = PagedKVCache(cp.zeros((9, 2, 4, 2, 64), np.float16))
     q = cp.zeros((2, 2, 64), np.float16)
-    with pytest.raises(NotImplementedError, match=r"CascadeLevels\.attend: there is no attention"):
-        levels.attend(q, cache)
-    with pytest.raises(NotImplementedError, match=r"CascadeLevels\.plan"):
-        levels.plan(q, cache)
+    for method in (levels.attend, levels.plan):
+        with pytest.raises(
+            NotImplementedError, match=r"attend: a window over several levels .* 2 l"
+        ):
+            method(q, cache, window_left=3)
     with pytest.raises(ValueError, match="head_dim=64"):
         levels.attend(q[..., :32], cache)
     with pytest.raises(TypeError, match="is on the GPU but levels is in NumPy"):
         two().attend(q, cache)
+    with pytest.raises(ValueError, match="the plan was made for causal=False, got True"):
+        levels.attend(q, cache, causal=True, plan=levels.plan(q, cache))
+    with pytest.raises(TypeError, match="sinks is in NumPy"):
+        levels.attend(q, cache, sinks=np.zeros(2, np.float32))
+
+
+class Tree:
+    """Requests over levels of shared pages on the host, and rows of q."""
+
+    def __init__(self, rng, levels, *, heads=(4, 2), dim=64, layout="NHD", dtype=BF16):
+        self.levels, self.dtype = levels, dtype
+        num_pages = 2 + max(max(page_lengths(t)[0], default=0) for t in levels.tables)
+        cache = make_cache(num_pages, levels.page_size, rng, layout, heads[1], (dim, dim), dtype)
+        poison(cache, levels.tables)
+        self.cache = cache
+        rows = int(levels.qo_indptr[-1][-1])
+        self.q = rng.standard_normal((rows, heads[0], dim)).astype(dtype)
+
+    def attend(self, planned=False, **options):
+        """Attend on the GPU: (o, lse)."""
+        levels, cache, q = self.levels.to_device(), self.cache.to_device(), cp.asarray(self.q)
+        plan = levels.plan(q, cache, causal=options.get("causal", False)) if planned else None
+        return levels.attend(q, cache, plan=plan, return_lse=True, **options)
+
+    def define(self, **options):
+        """Attend by definition: (o, lse)."""
+        levels = self.levels
+        return reference.cascade(
+            self.q,
+            levels.qo_indptr,
+            *(pages.array for pages in self.cache._pages),
+            [(t.indptr, t.indices, t.last_page_len) for t in levels.tables],
+            row_order=levels.row_order,
+            **{"sm_scale": self.q.shape[2] ** -0.5, **options},
+        )
+
+    def check(self, **options):
+        """Compare an eager call and a planned one with the definition."""
+        on_host = {n: to_numpy(x) if isinstance(x, cp.ndarray) else x for n, x in options.items()}
+        want = self.define(**on_host)
+        for planned in (False, True):
+            o, lse = self.attend(planned, **options)
+            assert o.dtype == self.dtype
+            self.compare((o, lse), want, options.get("v_scale", 1.0))
+
+    def compare(self, got, want, v_scale=1.0):
+        """Compare (o, lse) with the definition's: a row without keys is 0 and -inf exactly."""
+        assert_close(got[1], want[1], LSE)
+        scale = v_scale * max_abs(self.cache._pages.second.array)
+        assert_close(got[0], want[0], ATTENTION[self.dtype.name], scale=scale)
+        assert (to_numpy(got[0])[np.isneginf(want[1])] == 0).all()
+
+
+def chain(rng, depth, *, page_size=PAGE, prefix_pages=3, batch=7, qo_lens=(1,), order=True):
+    """Make levels in which the groups of each level are halves of those above it."""
+    lens = np.array([qo_lens[b % len(qo_lens)] for b in range(batch)])
+    rows = starts(lens)
+    page, tables, qo_indptr = 0, [], []
+    for level in range(depth):
+        leaf = level == depth - 1
+        bounds = np.arange(batch + 1) if leaf else _groups(batch, 2**level)
+        pages, last = [], []
+        for i in range(len(bounds) - 1):
+            n = int(rng.integers(0, prefix_pages + 1)) if not leaf or i % 3 else prefix_pages
+            pages.append(list(range(page, page + n)))
+            page += n
+            last.append(int(rng.integers(1, page_size + 1)))
+        tables.append(make_table(pages, last, page_size))
+        qo_indptr.append(rows[bounds])
+    row_order = rng.permutation(int(rows[-1])).astype(np.int32) if order else None
+    return CascadeLevels(tuple(qo_indptr), tuple(tables), row_order)
+
+
+def _groups(batch, parts):
+    return np.unique(np.linspace(0, batch, parts + 1).astype(int))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.parametrize("order", [False, True])
+def test_levels_of_any_depth_attend_as_defined(depth, order, rng):
+    Tree(rng, chain(rng, depth, order=order)).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_eight_requests_of_three_levels_attend_as_defined(causal, rng):
+    tree = Tree(rng, eight(), heads=(8, 2), dim=128)
+    tree.check(causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (12, 2)])
+def test_layouts_and_groups_of_heads_attend_as_defined(layout, heads, rng):
+    levels = chain(rng, 3, qo_lens=(1, 3, 0, 5), page_size=16)
+    Tree(rng, levels, heads=heads, layout=layout, dtype=np.dtype(np.float16)).check(causal=True)
+
+
+@pytest.mark.gpu
+def test_many_rows_of_a_long_prefix_attend_as_defined(rng):
+    levels = chain(rng, 2, page_size=16, prefix_pages=60, batch=150)
+    Tree(rng, levels, dim=128).check()
+    levels = chain(rng, 2, page_size=16, prefix_pages=12, batch=9, qo_lens=(40, 1, 70))
+    Tree(rng, levels, dim=128).check(causal=True)
+
+
+@pytest.mark.gpu
+def test_options_count_once_over_all_levels(rng):
+    tree = Tree(rng, chain(rng, 3, qo_lens=(1, 2)))
+    sinks = cp.asarray(rng.standard_normal(4).astype(np.float32))
+    tree.check(sinks=sinks, sm_scale=0.3)
+    tree.check(q_scale=0.5, k_scale=2.0, v_scale=3.0)
+    for depth in (1, 2):
+        empty = chain(rng, depth, prefix_pages=0)
+        assert not any(len(t.indices) > 2 for t in empty.tables)
+        Tree(rng, empty).check(sinks=sinks)
+        Tree(rng, empty).check()
+
+
+@pytest.mark.gpu
+def test_results_go_where_told_and_rows_past_the_levels_are_left_alone(rng):
+    tree = Tree(rng, chain(rng, 2))
+    levels, cache = tree.levels.to_device(), tree.cache.to_device()
+    rows = len(tree.q)
+    q = cp.asarray(np.concatenate([tree.q, np.full_like(tree.q[:3], np.nan)]))
+    padded = cp.asarray(np.concatenate([tree.levels.row_order, [-9, 1 << 30, 0]]).astype(np.int32))
+    levels = CascadeLevels(levels.qo_indptr, levels.tables, padded)
+    out, lse = cp.full(q.shape, 7, np.float32), cp.full(q.shape[:2], 7, np.float32)
+    given = levels.attend(q, cache, out=out, lse=lse, return_lse=True)
+    assert given[0] is out
+    assert given[1] is lse
+    tree.compare((out[:rows], lse[:rows]), tree.define())
+    assert (out[rows:] == 7).all()
+    assert (lse[rows:] == 7).all()
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_follows_changed_lengths(rng):
+    tree = Tree(rng, chain(rng, 3, page_size=16))
+    levels, cache, q = tree.levels.to_device(), tree.cache.to_device(), cp.asarray(tree.q)
+    out, lse = cp.empty_like(q), cp.empty(q.shape[:2], np.float32)
+    plan = levels.plan(q, cache)
+
+    def step():
+        plan.update()
+        levels.attend(q, cache, plan=plan, out=out, lse=lse)
+
+    last = [table.last_page_len.copy() for table in levels.tables]
+    with captured(step) as (stream, graph, _):
+        for shorter in (0, 3, 9):
+            for table, full in zip(levels.tables, last, strict=True):
+                table.last_page_len[...] = cp.maximum(full - shorter, 1)
+            out[...], lse[...] = np.nan, np.nan
+            graph.launch(stream)
+            want = levels.attend(q, cache, return_lse=True)
+            assert_same_bits(out, want[0])
+            assert_same_bits(lse, want[1])
 
 
 @pytest.mark.gpu
