@@ -175,8 +175,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
 
         // 3 this warp's steps
         const Sight sight(p, item);
-        float scales[ROWS / 8][2];
-        logits.row_scales(scales, smem.q[q_buffer], swapped_row);
         typename Cta::Warp warp;
         const int32_t steps = num_steps<TOKENS>(item);
 #pragma unroll 1
@@ -189,6 +187,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             // Not behind the branch of the cap, where they would take 8 registers more:
             const int32_t token = item.first_token + step * TOKENS;
             const typename Ring::KeyBits keys = smem.keys[warp_idx][stage];
+            float scales[ROWS / 8][2];  // of fp8 read anew: registers are short
+            logits.row_scales(scales, smem.q[q_buffer], swapped_row);
             logits.apply(s, scales);
             sight.mask(p, s, token, keys);
             multiply_values<KV, Ring::V_ROW_BYTES>(warp.o, warp.weigh(s), v_smem);
