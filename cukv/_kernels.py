@@ -35,7 +35,7 @@ from cupy_backends.cuda.api.runtime import getDevice
 from cupy_backends.cuda.libs import nvrtc
 
 from cukv._arrays import CudaUnavailableError, as_dtype, is_available
-from cukv._specialisations import SPELLING, specialisations
+from cukv._specialisations import SPELLING, runs_on, specialisations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,18 +119,30 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
     alias = re.search(rf"^using {struct_name} = (\w+);$", text, re.MULTILINE)
     if alias is not None:
         return struct_layout(alias[1], kernel_name)
-    found = re.search(rf"struct {struct_name} \{{\n(.*?)\n\}};", text, re.DOTALL)
+    found = re.search(
+        rf"struct (?:alignas\((\d+)\) )?{struct_name}(?: : (\w+))? \{{\n(.*?)\n\}};",
+        text,
+        re.DOTALL,
+    )
     if found is None:
         raise ValueError(f"no struct {struct_name} in kernels/{kernel_name}.cu or kernels/common")
+    aligned, base, body = found.groups()
+    names, codes, size, alignment, gap = [], [], 0, int(aligned or 1), 0
+    if base is not None:  # its fields come first, and the padding at its end stays
+        inherited = struct_layout(base, kernel_name)
+        names, (*codes, tail_code) = [*inherited.names], inherited.codes
+        size, alignment = inherited.size, max(alignment, inherited.alignment)
+        gap = struct.calcsize(f"={tail_code}")
     # A field is a statement of the struct itself without a call; the rest are member functions.
-    body = re.sub(r" *//[^\n]*", "", found[1])
-    names, codes, size, alignment = [], [], 0, 1
+    body = re.sub(r" *//[^\n]*", "", body)
     for line in re.findall(r"^    ([^\s(][^(\n]*;)$", body, re.MULTILINE):
-        parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+);", line)
-        if parsed is None:
+        parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+)(?:\[(\d+)\])?;", line)
+        if parsed is None or (parsed[3] and parsed[1] != "uint8_t"):
             raise ValueError(f"struct {struct_name}: one plain field per line, got {line!r}")
-        declared, field = parsed.groups()
-        if declared.endswith("*"):
+        declared, field, count = parsed.groups()
+        if count:  # bytes
+            code, width, align = f"{count}s", int(count), 1
+        elif declared.endswith("*"):
             code, width, align = "Q", 8, 8
         elif declared in _SCALARS:
             code = _SCALARS[declared]
@@ -139,8 +151,8 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
             nested = struct_layout(declared, kernel_name)
             code, width, align = f"{nested.size}s", nested.size, nested.alignment
         pad = -size % align
-        codes.append(f"{pad}x{code}")
-        size, alignment = size + pad + width, max(alignment, align)
+        codes.append(f"{gap + pad}x{code}")
+        size, alignment, gap = size + pad + width, max(alignment, align), 0
         names.append(field)
     tail = -size % alignment
     return Layout(tuple(names), (*codes, f"{tail}x"), size + tail, alignment)
@@ -517,13 +529,14 @@ def warmup(*kernels: str, dtypes: Sequence[Any] = ("bfloat16",), device: int | N
         raise ValueError(f"warmup: no kernel {sorted(unknown)}; there are {known}")
     wanted = {as_dtype("warmup", "dtypes", d) for d in dtypes}
     with cp.cuda.Device(device) as current:
+        arch = arch_of(current.id)
         chosen = [
             (name, args)
             for name in kernels or specialisations()
             for args in specialisations()[name]
+            if runs_on(name, arch)
             if all(value in wanted for value in args.values() if value in SPELLING)
         ]
-        arch = arch_of(current.id)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda chosen_one: _cubin(chosen_one[0], arch, chosen_one[1]), chosen))
         for name, args in chosen:

@@ -34,9 +34,11 @@ from cukv._attention import (
 )
 from cukv._check import match_aligned, match_rows
 from cukv._index import host_scale, pack_divisor, pack_scales
-from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer
+from cukv._kernels import WARP, BoundLaunch, kernel, packer
 from cukv._plan import Cut, Plan, WorkSizes
-from cukv._tiles import choose_tile, ctas_per_sm
+from cukv._specialisations import Sm90Tile
+from cukv._tensor_maps import KvMaps, are_paged, kv_maps
+from cukv._tiles import Grid, choose_grid, choose_tile, portable_tile
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
@@ -60,6 +62,7 @@ class _Kind:
     key: tuple[tuple[str, Any], ...]
     device: int
     tile: Tile | None = None  # None: there is nothing to attend from
+    grid: Grid | None = None
     sizes: WorkSizes | None = None
 
 
@@ -73,7 +76,7 @@ class _Launches(NamedTuple):
     """The launches of calls whose arrays and options are of one signature, which are checked."""
 
     options: dict[str, Any]
-    of_tiles: dict[Tile, BoundLaunch]
+    of_tiles: dict[tuple[Tile, Grid], BoundLaunch]
 
 
 class _Prepared(NamedTuple):
@@ -90,7 +93,16 @@ class PagedAttention:
     rows, or None for one row per request.
     """
 
-    __slots__ = ("_aligned", "_head_dim_vo", "_kinds", "_launches", "_pages", "_prepared")
+    __slots__ = (
+        "_aligned",
+        "_head_dim_vo",
+        "_kinds",
+        "_launches",
+        "_maps",
+        "_paged",
+        "_pages",
+        "_prepared",
+    )
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
@@ -98,8 +110,11 @@ class PagedAttention:
         self._head_dim_vo = v.array.shape[3]
         row_bytes = [pages.array.shape[3] * pages.dtype.itemsize for pages in (k, v)]
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
+        self._paged = are_paged(pages)  # what tensor maps can read; None: they cannot
+        self._maps: KvMaps | None = None  # not made yet
         shapes = k.array.shape[1:], v.array.shape[1:]
-        self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, self._aligned)
+        layout = self._aligned, self._paged
+        self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, layout)
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
         # Launches do not depend on the number of pages, which changes from step to step.
         self._launches: dict[tuple[Any, ...], _Launches] = {}
@@ -138,13 +153,12 @@ class PagedAttention:
             if table.batch_size == 0 or q.size == 0:
                 kind = _Kind(key, table.device)
             else:
-                tile, sizes = self._work(call, batch_invariant)
-                kind = _Kind(key, table.device, tile, sizes)
+                kind = _Kind(key, table.device, *self._work(call, batch_invariant))
             _remember(self._kinds, signature, kind)
         return kind
 
-    def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[Tile, WorkSizes]:
-        """Choose a tile, and find the sizes of its work lists."""
+    def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[Tile, Grid, WorkSizes]:
+        """Choose a tile and a grid, and find the sizes of their work lists."""
         op, q, qo_indptr, table, causal, window_left = call
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
@@ -152,15 +166,17 @@ class PagedAttention:
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
-        tile = choose_tile(op, self._pages, self._aligned, *sizes, batch_invariant)
+        tile = choose_tile(op, self._pages, self._aligned, *sizes, batch_invariant, self._paged)
+        grid = choose_grid(tile, num_kv_heads, num_tokens, self._pages.first.device)
         cut = Cut(
             rows=tile.rows,
             head_dim_vo=tile.head_dim_vo,
             step_tokens=tile.tokens,
             round_steps=tile.round_steps,
-            num_parts=self._num_parts(tile),
+            item_steps=tile.item_steps,
+            num_parts=grid.num_parts,
         )
-        return tile, WorkSizes(
+        work_sizes = WorkSizes(
             cut,
             table,
             num_rows,
@@ -171,6 +187,7 @@ class PagedAttention:
             window_left=window_left,
             batch_invariant=batch_invariant,
         )
+        return tile, grid, work_sizes
 
     def _check(self, op: str) -> None:
         """Raise unless the kernel takes this cache."""
@@ -186,12 +203,6 @@ class PagedAttention:
                     f"{op}: {name} must be a multiple of 8 up to {_MAX_HEAD_DIM} on a GPU, "
                     f"got {dim}"
                 )
-
-    def _num_parts(self, tile: Tile) -> int:
-        """CTAs per KV head that run at a time."""
-        k = self._pages.first
-        ctas = num_sms(k.device) * ctas_per_sm(tile, k.device)
-        return max(1, ctas // int(k.array.shape[2]))
 
     # -------------------------------------------------------------------------------------- calls
 
@@ -307,18 +318,23 @@ class PagedAttention:
             _remember(self._launches, signature, launches)
         kind = self._kind(call, batch_invariant=False)
         require_plan(op, plan, kind.key)
-        tile = kind.tile
-        if tile is None:
+        tile, grid = kind.tile, kind.grid
+        if tile is None or grid is None:
             return _Prepared(kind, None)
         if plan is not None and plan.work is not None:
-            tile = self._tile_of_plan(op, plan.work, table.device)
-        if tile not in launches.of_tiles:
-            launches.of_tiles[tile] = self._bind(tile, q, launches.options, sinks, out, lse)
-        return _Prepared(kind, launches.of_tiles[tile])
+            tile, grid = self._tile_of_plan(op, plan.work, table.device)
+        if isinstance(tile, Sm90Tile):
+            tile = tile._replace(capped=bool(launches.options["logits_soft_cap"]))
+        launch = launches.of_tiles.get((tile, grid))
+        if launch is None:
+            launch = self._bind(tile, grid, q, launches.options, sinks, out, lse)
+            launches.of_tiles[tile, grid] = launch
+        return _Prepared(kind, launch)
 
     def _bind(
         self,
         tile: Tile,
+        grid: Grid,
         q: Array,
         options: dict[str, Any],
         sinks: Array | None,
@@ -329,15 +345,20 @@ class PagedAttention:
         k, v = self._pages
         heads, num_kv_heads = q.shape[:2], k.array.shape[2]
         out_dtype = output_dtype(q) if out is None else out.dtype
+        out_bytes, more = 4 * out_dtype.itemsize, {}  # that are stored together
+        if isinstance(tile, Sm90Tile):
+            if self._maps is None:
+                self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
+            out_bytes, more = 16, self._maps._asdict()
         return kernel(tile.kernel, k.device, **tile.template_args).bind(
-            self._num_parts(tile) * num_kv_heads,
+            grid.num_ctas,
             tile.warps * WARP,
             tile.smem_bytes,
             per_call=_PER_CALL,
             k_cache=k.packed,
             v_cache=v.packed,
             q_rows=_pack_rows(q, 16),
-            o_rows=_pack_rows(out, 4 * out_dtype.itemsize, (*heads, self._head_dim_vo), out_dtype),
+            o_rows=_pack_rows(out, out_bytes, (*heads, self._head_dim_vo), out_dtype),
             lse_rows=_pack_rows(lse, 4, heads, FLOAT32),
             sinks_stride=0 if sinks is None else sinks.strides[0],
             group=pack_divisor(q.shape[1] // num_kv_heads),
@@ -349,24 +370,30 @@ class PagedAttention:
             causal=options["causal"],
             window_left=min(options["window_left"], 1 << 30),
             evict_first=tile.rows <= 16,  # rows beyond a tile read the same keys again
+            **more,
         )
 
-    def _tile_of_plan(self, op: str, work: WorkList, device: int) -> Tile:
-        """Give the tile that a plan settled on, or raise if it cannot serve this cache."""
+    def _tile_of_plan(self, op: str, work: WorkList, device: int) -> tuple[Tile, Grid]:
+        """Give what a plan settled on, or raise if it cannot serve this cache."""
         tile: Tile = work.kind.tile
+        grid: Grid = work.kind.grid
         if tile.head_dim_vo < self._head_dim_vo:  # a plan of ragged keys was not told of v
             raise NotImplementedError(
                 f"{op}: the plan is for values of at most {tile.head_dim_vo} elements, "
                 f"got {self._head_dim_vo}; leave out plan="
             )
-        if tile.aligned != self._aligned:
+        if isinstance(tile, Sm90Tile):
+            if tile.paged != self._paged:
+                tile = portable_tile(tile, self._aligned)
+                grid = grid._replace(heads=int(self._pages.first.array.shape[2]))
+        elif tile.aligned != self._aligned:
             raise ValueError(
                 f"{op}: the plan was made for a cache that is aligned to 16 bytes "
                 f"({tile.aligned}), got one that is ({self._aligned})"
             )
         if work.kind.device != device:
             raise ValueError(f"{op}: the plan was made for device={work.kind.device}, got {device}")
-        return tile
+        return tile, grid
 
 
 def _make_work(kind: _Kind, call: PagedCall) -> WorkList | None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from cukv._kernels import num_sms, smem_limits
-from cukv._specialisations import decode_tiles, prefill_tiles
+from cukv._kernels import arch_of, num_sms, smem_limits
+from cukv._specialisations import Sm90Tile, decode_tiles, prefill_tiles, runs_on, sm90_tiles
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._specialisations import Tile
+    from cukv._specialisations import DecodeTile, PrefillTile, Tile
 
 _SHORT_TOKENS = 2048  # of a request
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
+
+
+class Grid(NamedTuple):
+    """How a call's work is dealt to CTAs."""
+
+    num_parts: int  # of the work list; each is a CTA for one KV head at a time
+    heads: int  # KV heads that are worked on at a time
+
+    @property
+    def num_ctas(self) -> int:
+        """CTAs of a launch."""
+        return self.num_parts * self.heads
 
 
 def choose_tile(
@@ -25,14 +37,16 @@ def choose_tile(
     num_tokens: int,
     one_row: bool,
     batch_invariant: bool,
+    paged: bool | None,
 ) -> Tile:
     """Choose a tile by the sizes of a call.
 
-    A batch-invariant one must not depend on the batch.
+    A batch-invariant one must not depend on the batch. ``paged`` tells of keys and values that
+    tensor maps can read whether they lie in pages; None: they cannot.
     """
     k, v, device = pages.first.array, pages.second.array, pages.first.device
-    every: tuple[Tile, ...] = (*decode_tiles(), *prefill_tiles())
-    tiles: list[Tile] = [
+    every: tuple[DecodeTile | PrefillTile, ...] = (*decode_tiles(), *prefill_tiles())
+    tiles: list[DecodeTile | PrefillTile] = [
         tile
         for tile in every
         if tile.dtype == k.dtype
@@ -57,6 +71,12 @@ def choose_tile(
     rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
     tiles = [tile for tile in tiles if tile.rows == rows]
 
+    # Hopper's own kernel, where it takes what the tile would.
+    if not one_row and runs_on("prefill_sm90", arch_of(device)):
+        for sm90 in sm90_tiles():
+            if (*sm90[:4], sm90.rows) == (k.dtype, k.shape[3], v.shape[3], paged, rows):
+                return sm90
+
     # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
     # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
     # us for 204; 128 of 2048: the same).
@@ -64,6 +84,29 @@ def choose_tile(
     if batch_invariant or (many and num_tokens <= _SHORT_TOKENS * batch_size):
         tiles.reverse()
     return tiles[0]
+
+
+def portable_tile(tile: Tile, aligned: bool) -> Tile:
+    """Give a tile that works off the same work list without tensor maps."""
+    return next(
+        other
+        for other in prefill_tiles()
+        if other[:3] == tile[:3] and other.rows == tile.rows and other.aligned == aligned
+    )
+
+
+def choose_grid(tile: Tile, num_kv_heads: int, num_tokens: int, device: int) -> Grid:
+    """Deal work to as many CTAs as run at a time, of all KV heads or, if that is faster, of some."""
+    num_ctas = num_sms(device) * ctas_per_sm(tile, device)
+    heads = num_kv_heads
+    if isinstance(tile, Sm90Tile):
+        heads = _heads_at_a_time(tile, num_kv_heads, num_tokens, num_ctas)
+    return Grid(max(1, num_ctas // heads), heads)
+
+
+def _heads_at_a_time(tile: Sm90Tile, num_kv_heads: int, num_tokens: int, num_ctas: int) -> int:
+    """Choose so many KV heads that their keys and values stay in the L2."""
+    return num_kv_heads
 
 
 def ctas_per_sm(tile: Tile, device: int) -> int:

@@ -1,0 +1,149 @@
+"""Tensor maps of keys and values: with them a kernel has whole tiles copied to shared memory.
+
+``kernels/prefill_sm90.cu`` sees an array as spans of 64 elements, which a map swizzles. The spans of
+all heads of a token are one axis with a stride of 128 bytes, whatever lies between heads: head
+``h`` begins at span ``h * head_stride / 128``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cukv._arrays import BFLOAT16, FLOAT16
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cukv._arrays import Array
+    from cukv._pages import PagePair
+
+_SPAN = 64  # elements
+_SPAN_BYTES = 128
+_GROUP = 8  # tokens that a swizzle pattern spans
+_MAX_STRIDE = 1 << 40  # bytes, exclusive
+_MAX_SIZE = 1 << 31  # of an axis, so that coordinates are int32
+
+# CUtensorMapDataType, ...Swizzle, ...L2promotion of cuda.h
+_DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+
+class Box(NamedTuple):
+    """An array and what one copy brings of it, axes innermost first."""
+
+    sizes: tuple[int, ...]  # of the array
+    strides: tuple[int, ...]  # bytes, of all axes but the innermost
+    box: tuple[int, ...]
+
+
+class KvMaps(NamedTuple):
+    """What ``PrefillSm90Params`` says of keys and values."""
+
+    k_map: bytes
+    v_map: bytes
+    k_head_spans: int
+    v_head_spans: int
+    piece_bits: int
+
+
+def are_paged(pages: PagePair) -> bool | None:
+    """Tell whether copies are pieces of pages or consecutive rows; None: no map reads these."""
+    if not all(_can_be_mapped(p.array) for p in pages):
+        return None
+    if pages.consecutive:
+        return False
+    return None if pages.page_size % _GROUP else True
+
+
+def _can_be_mapped(array: Array) -> bool:
+    num_pages, page_size, num_heads, head_dim = array.shape
+    strides = [s for n, s in zip(array.shape[:3], array.strides[:3], strict=True) if n > 1]
+    head_stride = array.strides[2] if num_heads > 1 else 0
+    return (
+        array.dtype in _DATA_TYPES
+        and array.size > 0
+        and head_dim % _SPAN == 0
+        and array.data.ptr % 16 == 0
+        and all(0 < s < _MAX_STRIDE and s % 16 == 0 for s in strides)
+        and head_stride % _SPAN_BYTES == 0
+        and max(num_pages, page_size, num_heads * max(head_stride, 1)) < _MAX_SIZE
+    )
+
+
+def piece_tokens(page_size: int, step_tokens: int) -> int:
+    """Tokens of a page that one copy brings into a step of keys."""
+    return math.gcd(page_size, step_tokens)
+
+
+def box_of(array: Array, step_tokens: int, head_dim: int) -> Box:
+    """Describe copies of pages ``[num_pages, page_size, num_heads, dim]`` to steps of keys.
+
+    They bring ``head_dim`` elements of each token; those past ``dim`` are other heads' or zeros.
+    """
+    num_pages, page_size, num_heads, dim = array.shape
+    # The strides of axes of one element are never used, but must be strides.
+    page, token, head = (
+        s if n > 1 else _SPAN_BYTES for n, s in zip(array.shape[:3], array.strides[:3], strict=True)
+    )
+    num_spans = (num_heads - 1) * (head // _SPAN_BYTES) + dim // _SPAN
+    spans = head_dim // _SPAN
+    if page_size == 1:
+        return Box((_SPAN, num_pages, num_spans), (page, _SPAN_BYTES), (_SPAN, step_tokens, spans))
+    groups = piece_tokens(page_size, step_tokens) // _GROUP
+    return Box(
+        (_SPAN, _GROUP, num_spans, page_size // _GROUP, num_pages),
+        (token, _SPAN_BYTES, _GROUP * token, page),
+        (_SPAN, _GROUP, spans, groups, 1),
+    )
+
+
+def kv_maps(pages: PagePair, step_tokens: int, head_dim: int, head_dim_vo: int) -> KvMaps:
+    """Make the maps of keys and values that ``are_paged`` allows."""
+    k, v = (p.array for p in pages)
+    k_spans, v_spans = (a.strides[2] // _SPAN_BYTES if a.shape[2] > 1 else 0 for a in (k, v))
+    return KvMaps(
+        _encode(k, box_of(k, step_tokens, head_dim)),
+        _encode(v, box_of(v, step_tokens, head_dim_vo)),
+        k_spans,
+        v_spans,
+        piece_tokens(pages.page_size, step_tokens).bit_length() - 1,
+    )
+
+
+@functools.cache
+def _cu_tensor_map_encode_tiled() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+
+
+def _encode(array: Array, box: Box) -> bytes:
+    """Have the driver make a map; what lies outside of the array reads as zeros."""
+    memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    address = ctypes.addressof(memory)
+    offset = -address % _MAP_ALIGNMENT
+    rank = len(box.sizes)
+    error = _cu_tensor_map_encode_tiled()(
+        ctypes.c_void_p(address + offset),
+        _DATA_TYPES[array.dtype],
+        rank,
+        ctypes.c_void_p(array.data.ptr),
+        _numbers(ctypes.c_uint64, box.sizes),
+        _numbers(ctypes.c_uint64, box.strides),
+        _numbers(ctypes.c_uint32, box.box),
+        _numbers(ctypes.c_uint32, (1,) * rank),
+        0,  # not interleaved
+        _SWIZZLE_128B,
+        _L2_PROMOTION_256B,
+        0,  # zeros outside
+    )
+    if error:
+        raise RuntimeError(f"cukv: cuTensorMapEncodeTiled gave CUDA error {error} for {box}")
+    return memory.raw[offset : offset + _MAP_BYTES]
+
+
+def _numbers(kind: Any, values: Sequence[int]) -> Any:
+    return (kind * len(values))(*values)

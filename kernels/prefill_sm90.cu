@@ -1,0 +1,628 @@
+// prefill_sm90 -- attend from tiles of 128 packed query rows to keys that a tensor map reads, on sm_90a.
+//
+//   s[r, j] = sm_scale * q[r] . k[j] (soft-capped), for the keys j of the item that row r sees
+//   o[r] = sum_j softmax(s[r])[j] * v[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
+//
+// The query heads of a KV head, times the query rows of a request, are the rows of a tile. A CTA has
+// two teams of a warpgroup and 64 rows each, and four warps that serve them:
+//
+//   warp 0  copies keys, a step of TOKENS at a time          warp 1    copies values
+//   warps 2, 3  bring a team's queries and take its results  warps 4-7, 8-11  teams 0, 1
+//
+// Teams never pause between items: the first scores of an item are computed together with the last
+// sums of the one before, whose results go out through the memory of its queries.
+// Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
+// Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
+// Reference: cukv/reference.py prefill
+#include "common/attention.cuh"
+#include "common/logits.cuh"
+#include "common/operand_tiles.cuh"
+#include "common/team_slots.cuh"
+#include "common/warpgroup_state.cuh"
+
+namespace cukv {
+
+struct PrefillSm90Params : AttentionParams {
+    TensorMap k_map;
+    TensorMap v_map;
+    int32_t k_head_spans;  // from a head to the next, in units of 128 bytes
+    int32_t v_head_spans;
+    int32_t piece_bits;  // log2 of the tokens of a page that one copy brings
+};
+
+static_assert(
+    sizeof(PrefillSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
+
+// Geometry of one specialisation, and its shared memory.
+template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, bool PAGED_>
+struct PrefillSm90Cta {
+    static constexpr int TOKENS = TOKENS_, STAGES = 2, SLOTS = 2;
+    static constexpr bool PAGED = PAGED_;
+    static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
+    static constexpr int THREADS = (TEAMS + 1) * TEAM_THREADS;
+    // All registers of an SM: 128 * (40 + 2 * 232) = 64512.
+    static constexpr int SERVER_REGISTERS = 40, TEAM_REGISTERS = 232;
+    static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
+
+    using Queries = OperandTile<TEAM_ROWS, HEAD_DIM_QK, true>;
+    using Results = OperandTile<TEAM_ROWS, HEAD_DIM_VO, true>;
+    using Keys = OperandTile<TOKENS, HEAD_DIM_QK, PAGED>;
+    using Values = OperandTile<TOKENS, HEAD_DIM_VO, PAGED>;
+    using State = WarpgroupState<KV, TOKENS, HEAD_DIM_VO>;
+    using Place = RingPlace<STAGES>;
+
+    // What a team is given with its queries; an item without rows ends its work.
+    struct alignas(16) Order {
+        Item item;
+        int32_t kv_head;
+        int32_t results;  // from the team: whether they lie where its queries were
+    };
+
+    struct Smem {
+        alignas(1024) char q[SLOTS][TEAMS][Queries::BYTES];
+        char k[STAGES][Keys::BYTES];
+        char v[STAGES][Values::BYTES];
+        Order orders[SLOTS][TEAMS];
+        uint64_t q_full[SLOTS][TEAMS], o_full[SLOTS][TEAMS];
+        uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+        uint64_t v_landed;           // values whose last rows are still to be zeroed
+        uint32_t k_dropped[STAGES];  // pieces of a step whose page does not exist
+        int32_t last[TEAMS];         // whether the team has the last ticket
+        float unread[TEAMS * 4];     // of each warp
+    };
+
+    static __device__ __forceinline__ void set_up(Smem& smem) {
+        for (int i = 0; i < SLOTS * TEAMS; ++i) {
+            mbarrier_init(smem.q_full[i / TEAMS][i % TEAMS], 1);
+            mbarrier_init(smem.o_full[i / TEAMS][i % TEAMS], TEAM_THREADS);
+        }
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], TEAMS * 4);  // one lane of each warp
+            mbarrier_init(smem.v_empty[stage], TEAMS * 4);
+        }
+        mbarrier_init(smem.v_landed, 1);
+        fence_mbarrier_init();
+    }
+
+    static __device__ __forceinline__ int own_rows(const Item& item, int team) {
+        return min(max(item.num_rows - team * TEAM_ROWS, 0), TEAM_ROWS);
+    }
+};
+
+// Warp 0: keys, step by step.
+template <typename Cta>
+__device__ __forceinline__ void serve_keys(
+    const PrefillSm90Params& p, typename Cta::Smem& smem) {
+    const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
+        p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
+    typename Cta::Place at;
+    ItemWalk walk(p.work);
+    int32_t kv_head;
+    for (Item item = walk.next(kv_head); item.num_rows > 0; item = walk.next(kv_head)) {
+        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
+             token -= Cta::TOKENS) {
+            const auto piece = copy.find(item, token);
+            mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
+            if (Cta::PAGED && threadIdx.x == 0) {
+                smem.k_dropped[at.stage] = piece.dropped;
+            }
+            copy.issue(smem.k[at.stage], smem.k_full[at.stage], item, kv_head, token, piece);
+            at.next();
+        }
+    }
+}
+
+// Warp 1: values, step by step. Rows behind the item's keys may hold NaN, which a weight of 0 does not
+// hide: they become zeros.
+template <typename Cta>
+__device__ __forceinline__ void serve_values(
+    const PrefillSm90Params& p, typename Cta::Smem& smem) {
+    using Values = typename Cta::Values;
+    const StepCopy<Values, Cta::TOKENS, Cta::PAGED> copy{
+        p.table, p.v_cache, p.v_map, p.v_head_spans, p.piece_bits};
+    constexpr int CHUNKS = Values::BYTES / Cta::TOKENS / 16;  // of a row
+    const int lane_idx = threadIdx.x % WARP_SIZE;
+    typename Cta::Place at;
+    uint32_t landed_parity = 0;
+    ItemWalk walk(p.work);
+    int32_t kv_head;
+    for (Item item = walk.next(kv_head); item.num_rows > 0; item = walk.next(kv_head)) {
+        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
+             token -= Cta::TOKENS) {
+            const auto piece = copy.find(item, token);
+            const int num_keys = max(item.end_token - token, 0);
+            char* tile = smem.v[at.stage];
+            uint64_t& full = smem.v_full[at.stage];
+            mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
+            if (num_keys >= Cta::TOKENS) {
+                copy.issue(tile, full, item, kv_head, token, piece);
+            } else {
+                copy.issue(tile, smem.v_landed, item, kv_head, token, piece);
+                mbarrier_try_wait(smem.v_landed, landed_parity);
+                landed_parity ^= 1;
+                for (int i = num_keys * CHUNKS + lane_idx; i < Cta::TOKENS * CHUNKS; i += WARP_SIZE) {
+                    const int offset = Values::offset(i / CHUNKS, i % CHUNKS);
+                    *reinterpret_cast<uint4*>(tile + offset) = uint4{};
+                }
+                fence_proxy_async();
+                __syncwarp();
+                if (lane_idx == 0) {
+                    mbarrier_arrive(full);
+                }
+            }
+            at.next();
+        }
+    }
+}
+
+// Warps 2 and 3: queries to a team, and its results to global memory.
+template <typename KV, typename Cta>
+struct RowServer {
+    using Order = typename Cta::Order;
+
+    const PrefillSm90Params& p;
+    typename Cta::Smem& smem;
+    int team;
+
+    // Calls visit(chunk's address in the tile, row, chunk) for this lane's 16-byte chunks of a tile.
+    template <typename Tile, typename Visit>
+    __device__ __forceinline__ void each_chunk(char* tile, Visit visit) const {
+        constexpr int CHUNKS = Tile::BYTES / Cta::TEAM_ROWS / 16, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
+        const int chunk = threadIdx.x % CHUNKS;
+#pragma unroll 4
+        for (int i = 0; i < Cta::TEAM_ROWS; i += ROWS_AT_ONCE) {
+            const int row = i + threadIdx.x % WARP_SIZE / CHUNKS;
+            visit(tile + Tile::offset(row, chunk), row, chunk);
+        }
+    }
+
+    // Scores must rise with the logits: a negative scale becomes one of the queries' signs.
+    __device__ __forceinline__ void load_queries(int slot, const Order& order, bool negate) const {
+        const Item& item = order.item;
+        const int num_rows = Cta::own_rows(item, team);
+        char* tile = smem.q[slot][team];
+        const bool aligned = p.q_rows.aligned;
+        const uint64_t policy = createpolicy_evict_unchanged();
+        each_chunk<typename Cta::Queries>(tile, [&](char* to, int row, int chunk) {
+            const PackedRow at(p.group, item, order.kv_head, team * Cta::TEAM_ROWS + row);
+            const bool owned = row < num_rows;
+            const char* from = p.q + (owned ? p.q_rows.offset(at) : 0) + chunk * 16;
+            if (aligned) {
+                cp_async_16(smem_address(to), from, owned ? 16 : 0, policy);
+            } else {
+                Query8 x = {};
+                if (owned) {
+                    x.load(from, p.q_rows.kind, false);
+                }
+                *reinterpret_cast<uint4*>(to) = x.bits;
+            }
+        });
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
+        if (negate) {
+            each_chunk<typename Cta::Queries>(tile, [&](char* to, int, int) {
+                constexpr uint32_t SIGNS = 0x80008000u;
+                uint4& x = *reinterpret_cast<uint4*>(to);
+                x = make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
+            });
+        }
+    }
+
+    __device__ __forceinline__ void store_results(int slot, uint32_t parity) const {
+        mbarrier_try_wait(smem.o_full[slot][team], parity);
+        const Order& order = smem.orders[slot][team];
+        if (!order.results) {
+            return;
+        }
+        const int num_rows = Cta::own_rows(order.item, team);
+        each_chunk<typename Cta::Results>(smem.q[slot][team], [&](char* from, int row, int chunk) {
+            if (row < num_rows && chunk * 8 < p.head_dim_vo) {
+                const PackedRow at(p.group, order.item, order.kv_head, team * Cta::TEAM_ROWS + row);
+                char* to = p.o + p.o_rows.offset(at) + chunk * 16;
+                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+            }
+        });
+    }
+
+    __device__ __forceinline__ void serve() const {
+        const bool negate = Logits<PrefillSm90Params>(p).scale < 0.0f;
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        ItemWalk walk(p.work);
+        Order order = {};
+        for (uint32_t n = 0;; ++n) {
+            const int slot = n % Cta::SLOTS;
+            order.item = walk.next(order.kv_head);
+            if (n >= Cta::SLOTS) {
+                store_results(slot, (n / Cta::SLOTS - 1) & 1);
+                __syncwarp();  // the slot has been read
+            }
+            if (lane_idx == 0) {
+                smem.orders[slot][team] = order;
+            }
+            if (order.item.num_rows > 0) {
+                load_queries(slot, order, negate);
+                fence_proxy_async();
+            }
+            __syncwarp();
+            if (lane_idx == 0) {
+                mbarrier_arrive(smem.q_full[slot][team]);
+            }
+            if (order.item.num_rows == 0) {
+                if (n > 0) {
+                    store_results((n - 1) % Cta::SLOTS, (n - 1) / Cta::SLOTS & 1);
+                }
+                return;
+            }
+        }
+    }
+};
+
+// Warps 4 to 11, by fours: 64 rows of each item.
+template <typename KV, typename Cta, bool SOFT_CAP>
+struct Team {
+    static constexpr int TOKENS = Cta::TOKENS;
+    using Queries = typename Cta::Queries;
+    using Keys = typename Cta::Keys;
+    using Values = typename Cta::Values;
+
+    const PrefillSm90Params& p;
+    typename Cta::Smem& smem;
+    const int team, warp_idx, lane_idx;
+    const int row;        // of the tile, the first of this lane's two; the other is 8 below
+    float scale;          // of scores, to base 2
+    float score_scale;    // of scores before they are capped
+    typename Cta::State state;
+
+    // The item: keys that all rows see, and that each of this lane's rows sees.
+    int slot = 0;
+    uint32_t num_items = 0;
+    int32_t token = 0;  // of the step
+    int32_t first_token, all_from, all_to, from[2], to[2];
+    bool starts = true;  // the sums that come next are the item's first
+
+    typename Cta::Place k, v;
+    bool k_here = false, v_here = false;
+    uint32_t dropped = 0;  // pieces of the step
+
+    __device__ __forceinline__
+    Team(const PrefillSm90Params& p, typename Cta::Smem& smem, int warp_idx)
+        : p(p),
+          smem(smem),
+          team(warp_idx / 4 - 1),
+          warp_idx(warp_idx),
+          lane_idx(threadIdx.x % WARP_SIZE),
+          row(team * Cta::TEAM_ROWS + warp_idx % 4 * 16 + lane_idx / 4) {
+        // So small a scale stands for 0: it makes no finite score count, but hidden ones stay hidden.
+        score_scale = fmaxf(fabsf(Logits<PrefillSm90Params>(p).scale), 1e-30f);
+        scale = SOFT_CAP ? p.logits_soft_cap * LOG2_E : score_scale;
+    }
+
+    // Waits for the next item and its queries; false if there is none.
+    __device__ __forceinline__ bool next_item() {
+        const int next_slot = num_items % Cta::SLOTS;
+        mbarrier_try_wait(smem.q_full[next_slot][team], num_items / Cta::SLOTS & 1);
+        Item item = smem.orders[next_slot][team].item;
+        if (item.num_rows == 0) {
+            return false;
+        }
+        slot = next_slot;
+        ++num_items;
+        token = last_step<TOKENS>(item) + TOKENS;
+        first_token = first_step<TOKENS>(item);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int32_t position =
+                item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + row + 8 * h));
+            from[h] = p.window_left < 0 ? item.first_token
+                                        : max(item.first_token, position - p.window_left);
+            to[h] = p.causal ? min(item.end_token, position + 1) : item.end_token;
+        }
+        const int first = team * Cta::TEAM_ROWS;
+        item.first_row += first;
+        item.num_rows = max(Cta::own_rows(smem.orders[next_slot][team].item, team), 1);
+        const Sight sight(p, item);
+        all_from = max(item.first_token, sight.all_from);
+        all_to = min(item.end_token, sight.all_to);
+        return true;
+    }
+
+    __device__ __forceinline__ void multiply_keys() {
+        const uint64_t a = Queries::descriptor(smem_address(smem.q[slot][team]));
+        const uint64_t b = Keys::descriptor(smem_address(smem.k[k.stage]));
+#pragma unroll
+        for (int i = 0; i < Queries::BYTES / Cta::TEAM_ROWS / 32; ++i) {
+            wgmma_ss<KV>(state.s, a + Queries::columns(i), b + Keys::columns(i), i > 0);
+        }
+        wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void multiply_values() {
+        const uint64_t b = Values::descriptor(smem_address(smem.v[v.stage]));
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; ++i) {
+            wgmma_rs_trans<KV>(state.o, state.weights[i], b + Values::rows(i), i > 0 || !starts);
+        }
+        wgmma_commit_group();
+    }
+
+    // Hides the scores of keys that a row does not see, or that do not exist.
+    __device__ __forceinline__ void mask() {
+        uint32_t first[2], num[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            first[h] = token + lane_idx % 4 * 2 - from[h];
+            num[h] = max(to[h] - from[h], 0);
+        }
+#pragma unroll
+        for (int tile = 0; tile < TOKENS / 8; ++tile) {
+            const bool exists = !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool seen = first[i / 2] + tile * 8 + i % 2 < num[i / 2];
+                state.s[tile][i] = seen && exists ? state.s[tile][i] : NO_KEY;
+            }
+        }
+    }
+
+    template <bool MASKED>
+    __device__ __forceinline__ void weigh() {
+        if constexpr (SOFT_CAP) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) {
+                float& x = state.s[i / 4][i % 4];
+                x = tanh_by_ex2(x * score_scale);
+            }
+        }
+        if constexpr (MASKED) {
+            mask();
+        }
+        state.weigh(scale);
+    }
+
+    // The warp's scores once more, from the same queries and keys.
+    __device__ __forceinline__ void rescore(float (&s)[TOKENS / 8][4]) const {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) {
+            s[i / 4][i % 4] = 0.0f;
+        }
+        const uint32_t q_tile = smem_address(smem.q[slot][team]);
+        const uint32_t k_tile = smem_address(smem.k[k.stage]);
+        const int q_row = warp_idx % 4 * 16 + lane_idx % 16;
+        const int k_row = (lane_idx & 7) + lane_idx / 16 * 8;
+#pragma unroll 1
+        for (int i = 0; i < Queries::BYTES / Cta::TEAM_ROWS / 32; ++i) {
+            uint32_t a[4], b[4];
+            ldmatrix_x4(a, q_tile + Queries::offset(q_row, 2 * i + lane_idx / 16));
+#pragma unroll
+            for (int j = 0; j < TOKENS / 16; ++j) {
+                ldmatrix_x4(b, k_tile + Keys::offset(16 * j + k_row, 2 * i + (lane_idx >> 3 & 1)));
+                mma_m16n8k16<KV>(s[2 * j], a, b[0], b[1]);
+                mma_m16n8k16<KV>(s[2 * j + 1], a, b[2], b[3]);
+            }
+        }
+    }
+
+    // Scores of a step, and sums of the step before.
+    template <bool MASKED>
+    __device__ __forceinline__ void step() {
+        constexpr bool LAGS = !MASKED && !SOFT_CAP;
+        if (!v_here) {
+            mbarrier_try_wait(smem.v_full[v.stage], v.parity);
+        }
+        hold(state.s);
+        hold(state.o);
+        wgmma_fence();
+        multiply_keys();
+        multiply_values();
+        wgmma_wait_group<1>();
+        hold(state.s);
+        if constexpr (LAGS) {
+            state.weigh_by_old_maximum(scale);
+        } else {
+            if (lane_idx == 0) {
+                mbarrier_arrive(smem.k_empty[k.stage]);
+            }
+            weigh<MASKED>();
+        }
+        // The compiler moves the wait up to the maximum, unless what comes before it needs the weights
+        // and touches memory.
+        st_shared_if(
+            lane_idx == 0, smem.unread[warp_idx - 4], state.step_sum[0] + state.step_sum[1]);
+        wgmma_wait_group<0>();
+        hold(state.o);
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.v_empty[v.stage]);
+        }
+        if constexpr (LAGS) {
+            state.catch_up(scale, [&](float (&s)[TOKENS / 8][4]) { rescore(s); });
+            if (lane_idx == 0) {
+                mbarrier_arrive(smem.k_empty[k.stage]);
+            }
+        }
+        k.next();
+        v.next();
+        // Asked early, needed by the next step.
+        k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
+        v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
+        dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        state.pack();
+    }
+
+    // Stores what an item came to, or merges all items of its tile if it is the last.
+    __device__ __forceinline__ void finish(int slot, RowStates rows) {
+        typename Cta::Order& order = smem.orders[slot][team];
+        const Item& item = order.item;
+        float m[2], d[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            m[h] = rows.m[h] * scale;
+            d[h] = rows.d[h] + __shfl_xor_sync(0xffffffffu, rows.d[h], 1);
+            d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
+        }
+        bool done = true;
+        if (item.first_slot >= 0) {
+#pragma unroll
+            for (int i = 0; i < Cta::State::O_VALUES; ++i) {
+                state.o[i / 4][i % 4] *= rows.behind[i % 4 / 2];
+            }
+            rows.behind[0] = rows.behind[1] = 1.0f;
+            const TeamSlots<Cta::ROWS, Cta::State::O_VALUES * 2> slots{
+                p.work, item, order.kv_head, team, row};
+            slots.store(state.o, m, d);
+            done = slots.takes_last_ticket(smem.last[team]);
+            if (done) {
+                slots.merge(state.o, m, d);
+            }
+        }
+        const bool results = done && store(slot, m, d, rows.behind);
+        if (lane_idx == 0 && warp_idx % 4 == 0) {
+            order.results = results;
+        }
+        mbarrier_arrive(smem.o_full[slot][team]);
+    }
+
+    // Stores finished rows; true: as results in the memory of their queries.
+    __device__ __forceinline__ bool store(
+        int slot, const float (&m)[2], const float (&d)[2], const float (&behind)[2]) {
+        constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
+        const typename Cta::Order& order = smem.orders[slot][team];
+        const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
+        float factor[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int at_row = row + 8 * h;
+            const PackedRow at(p.group, order.item, order.kv_head, at_row);
+            RowResult<PrefillSm90Params> result(p, at, m[h], d[h]);
+            result.factor *= behind[h];
+            factor[h] = result.factor;
+            if (at_row < order.item.num_rows) {
+                if (lane_idx % 4 == 0) {
+                    result.store_lse();
+                }
+            }
+            if (!staged) {
+#pragma unroll
+                for (int tile = 0; tile < Cta::State::O_VALUES / 4; tile += 2) {
+                    float sums[4];
+                    const int feat = tile * 8 + neighbours<KV>(
+                                                    sums, &state.o[tile][2 * h],
+                                                    &state.o[tile + 1][2 * h]);
+                    if (at_row < order.item.num_rows && feat < p.head_dim_vo) {
+                        result.store(sums, feat);
+                    }
+                }
+            }
+        }
+        if (staged) {
+            const uint32_t tile = smem_address(smem.q[slot][team]);
+            const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
+#pragma unroll
+            for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
+                uint32_t x[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {  // adding 0 makes the results of a row without keys +0
+                    const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
+                    x[j] = cvt_pair<KV>(
+                        fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
+                }
+                stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
+            }
+        }
+        return staged;
+    }
+
+    // Before a step: whether its keys are here, and whether some row does not see all of them.
+    __device__ __forceinline__ bool masked() {
+        if (!k_here) {
+            mbarrier_try_wait(smem.k_full[k.stage], k.parity);
+            dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        }
+        return dropped != 0 || token < all_from || token + TOKENS > all_to;
+    }
+
+    __device__ __forceinline__ void attend() {
+        if (!next_item()) {
+            return;
+        }
+        // The first scores of all, which no sums go with.
+        token -= TOKENS;
+        masked();
+        hold(state.s);
+        wgmma_fence();
+        multiply_keys();
+        wgmma_wait_group<0>();
+        hold(state.s);
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.k_empty[k.stage]);
+        }
+        k.next();
+        weigh<true>();
+        state.pack();
+        while (true) {
+            const bool ends = token == first_token;
+            const int old_slot = slot;
+            const RowStates old = state.rows;
+            if (ends) {
+                if (!next_item()) {
+                    break;
+                }
+                state.rows = RowStates{};
+            }
+            token -= TOKENS;
+            if (masked() || ends) {
+                step<true>();
+            } else {
+                step<false>();
+            }
+            if (ends) {
+                finish(old_slot, old);
+            } else {
+                state.rescale();
+            }
+            starts = ends;
+        }
+        mbarrier_try_wait(smem.v_full[v.stage], v.parity);
+        hold(state.o);
+        wgmma_fence();
+        multiply_values();
+        wgmma_wait_group<0>();
+        hold(state.o);
+        finish(slot, state.rows);
+    }
+};
+
+template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS, bool PAGED, bool SOFT_CAP>
+__global__ void __launch_bounds__(384, 1)
+    prefill_sm90(const __grid_constant__ PrefillSm90Params p) {
+    using Cta = PrefillSm90Cta<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, PAGED>;
+    static_assert(Cta::THREADS == 384, "as the launch bounds say");
+    extern __shared__ __align__(1024) char smem_bytes[];
+    auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
+    // The same in all lanes, which the compiler is told: descriptors then take no lane's registers.
+    const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
+
+    // 1 barriers
+    if (threadIdx.x == 0) {
+        Cta::set_up(smem);
+    }
+    __syncthreads();
+
+    // 2 each warp its task
+    if (warp_idx < 4) {
+        setmaxnreg_dec<Cta::SERVER_REGISTERS>();
+        if (warp_idx == 0) {
+            serve_keys<Cta>(p, smem);
+        } else if (warp_idx == 1) {
+            serve_values<Cta>(p, smem);
+        } else {
+            RowServer<KV, Cta>{p, smem, warp_idx - 2}.serve();
+        }
+    } else {
+        setmaxnreg_inc<Cta::TEAM_REGISTERS>();
+        Team<KV, Cta, SOFT_CAP>(p, smem, warp_idx).attend();
+    }
+}
+
+}  // namespace cukv
