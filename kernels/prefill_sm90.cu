@@ -93,8 +93,7 @@ struct PrefillSm90Cta {
 
 // Warp 0: keys, step by step.
 template <typename Cta>
-__device__ __forceinline__ void serve_keys(
-    const PrefillSm90Params& p, typename Cta::Smem& smem) {
+__device__ __forceinline__ void serve_keys(const PrefillSm90Params& p, typename Cta::Smem& smem) {
     const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
     typename Cta::Place at;
@@ -117,8 +116,7 @@ __device__ __forceinline__ void serve_keys(
 // Warp 1: values, step by step. Rows behind the item's keys may hold NaN, which a weight of 0 does not
 // hide: they become zeros.
 template <typename Cta>
-__device__ __forceinline__ void serve_values(
-    const PrefillSm90Params& p, typename Cta::Smem& smem) {
+__device__ __forceinline__ void serve_values(const PrefillSm90Params& p, typename Cta::Smem& smem) {
     using Values = typename Cta::Values;
     const StepCopy<Values, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.v_cache, p.v_map, p.v_head_spans, p.piece_bits};
@@ -136,13 +134,13 @@ __device__ __forceinline__ void serve_values(
             char* tile = smem.v[at.stage];
             uint64_t& full = smem.v_full[at.stage];
             mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
-            if (num_keys >= Cta::TOKENS) {
-                copy.issue(tile, full, item, kv_head, token, piece);
-            } else {
-                copy.issue(tile, smem.v_landed, item, kv_head, token, piece);
+            const bool whole = num_keys >= Cta::TOKENS;
+            copy.issue(tile, whole ? full : smem.v_landed, item, kv_head, token, piece);
+            if (!whole) {
                 mbarrier_try_wait(smem.v_landed, landed_parity);
                 landed_parity ^= 1;
-                for (int i = num_keys * CHUNKS + lane_idx; i < Cta::TOKENS * CHUNKS; i += WARP_SIZE) {
+                for (int i = num_keys * CHUNKS + lane_idx; i < Cta::TOKENS * CHUNKS;
+                     i += WARP_SIZE) {
                     const int offset = Values::offset(i / CHUNKS, i % CHUNKS);
                     *reinterpret_cast<uint4*>(tile + offset) = uint4{};
                 }
@@ -227,7 +225,8 @@ struct RowServer {
     }
 
     __device__ __forceinline__ void serve() const {
-        const bool negate = Logits<PrefillSm90Params>(p).scale < 0.0f;
+        // No division: its subroutine is the teams' too, and takes registers that this warp gave away.
+        const bool negate = p.sm_scale * p.q_scale.get() * p.k_scale.get() < 0.0f;
         const int lane_idx = threadIdx.x % WARP_SIZE;
         ItemWalk walk(p.work);
         Order order = {};
@@ -270,9 +269,9 @@ struct Team {
     const PrefillSm90Params& p;
     typename Cta::Smem& smem;
     const int team, warp_idx, lane_idx;
-    const int row;        // of the tile, the first of this lane's two; the other is 8 below
-    float scale;          // of scores, to base 2
-    float score_scale;    // of scores before they are capped
+    const int row;      // of the tile, the first of this lane's two; the other is 8 below
+    float scale;        // of scores, to base 2
+    float score_scale;  // of scores before they are capped
     typename Cta::State state;
 
     // The item: keys that all rows see, and that each of this lane's rows sees.
@@ -314,7 +313,8 @@ struct Team {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int32_t position =
-                item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + row + 8 * h));
+                item.diagonal +
+                static_cast<int32_t>(p.group.quotient(item.first_row + row + 8 * h));
             from[h] = p.window_left < 0 ? item.first_token
                                         : max(item.first_token, position - p.window_left);
             to[h] = p.causal ? min(item.end_token, position + 1) : item.end_token;
@@ -506,9 +506,9 @@ struct Team {
 #pragma unroll
                 for (int tile = 0; tile < Cta::State::O_VALUES / 4; tile += 2) {
                     float sums[4];
-                    const int feat = tile * 8 + neighbours<KV>(
-                                                    sums, &state.o[tile][2 * h],
-                                                    &state.o[tile + 1][2 * h]);
+                    const int feat =
+                        tile * 8 +
+                        neighbours<KV>(sums, &state.o[tile][2 * h], &state.o[tile + 1][2 * h]);
                     if (at_row < order.item.num_rows && feat < p.head_dim_vo) {
                         result.store(sums, feat);
                     }
@@ -522,7 +522,8 @@ struct Team {
             for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
                 uint32_t x[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {  // adding 0 makes the results of a row without keys +0
+                for (int j = 0; j < 4;
+                     ++j) {  // adding 0 makes the results of a row without keys +0
                     const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
                     x[j] = cvt_pair<KV>(
                         fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));

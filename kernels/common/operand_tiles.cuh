@@ -17,7 +17,7 @@ struct OperandTile {
     static_assert(COLUMNS % SWIZZLED_COLUMNS == 0, "columns are swizzled 64 at a time");
     static constexpr int BYTES = ROWS * COLUMNS * 2;
     static constexpr int GROUP_BYTES = GROUPED ? COLUMNS / 64 * 1024 : 1024;  // to the next 8 rows
-    static constexpr int SPAN_BYTES = GROUPED ? 1024 : ROWS * 128;            // to the next 64 columns
+    static constexpr int SPAN_BYTES = GROUPED ? 1024 : ROWS * 128;  // to the next 64 columns
 
     // Bytes from the tile to a 16-byte chunk of a row.
     static __device__ __forceinline__ int offset(int row, int chunk) {
@@ -134,8 +134,12 @@ struct StepCopy {
 
     // Announces the step's bytes and starts its copies.
     __device__ __forceinline__ void issue(
-        char* tile, uint64_t& full, const Item& item, int kv_head, int32_t token, const Piece& piece)
-        const {
+        char* tile,
+        uint64_t& full,
+        const Item& item,
+        int kv_head,
+        int32_t token,
+        const Piece& piece) const {
         const int lane_idx = threadIdx.x % WARP_SIZE;
         if (lane_idx == 0) {
             mbarrier_arrive_expect_tx(full, Tile::BYTES);

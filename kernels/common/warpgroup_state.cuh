@@ -27,8 +27,8 @@ struct WarpgroupState {
     float o[HEAD_DIM / 8][4];
     uint32_t weights[TOKENS / 16][4];
     RowStates rows;
-    float factor[2];     // of the sums so far
-    float step_sum[2];   // of the weights of a step, until catch_up
+    float factor[2];    // of the sums so far
+    float step_sum[2];  // of the weights of a step, until catch_up
     float step_m[2];
 
     __device__ __forceinline__ WarpgroupState() : s{}, o{} {}
