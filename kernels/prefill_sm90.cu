@@ -15,8 +15,9 @@
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
+#include "common/kv_server.cuh"
 #include "common/logits.cuh"
-#include "common/operand_tiles.cuh"
+#include "common/row_server.cuh"
 #include "common/team_slots.cuh"
 #include "common/warpgroup_state.cuh"
 
@@ -88,173 +89,6 @@ struct PrefillSm90Cta {
 
     static __device__ __forceinline__ int own_rows(const Item& item, int team) {
         return min(max(item.num_rows - team * TEAM_ROWS, 0), TEAM_ROWS);
-    }
-};
-
-// Warp 0: keys, step by step.
-template <typename Cta>
-__device__ __forceinline__ void serve_keys(const PrefillSm90Params& p, typename Cta::Smem& smem) {
-    const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
-        p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
-    typename Cta::Place at;
-    ItemWalk walk(p.work);
-    int32_t kv_head;
-    for (Item item = walk.next(kv_head); item.num_rows > 0; item = walk.next(kv_head)) {
-        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
-             token -= Cta::TOKENS) {
-            const auto piece = copy.find(item, token);
-            mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
-            if (Cta::PAGED && threadIdx.x == 0) {
-                smem.k_dropped[at.stage] = piece.dropped;
-            }
-            copy.issue(smem.k[at.stage], smem.k_full[at.stage], item, kv_head, token, piece);
-            at.next();
-        }
-    }
-}
-
-// Warp 1: values, step by step. Rows behind the item's keys may hold NaN, which a weight of 0 does not
-// hide: they become zeros.
-template <typename Cta>
-__device__ __forceinline__ void serve_values(const PrefillSm90Params& p, typename Cta::Smem& smem) {
-    using Values = typename Cta::Values;
-    const StepCopy<Values, Cta::TOKENS, Cta::PAGED> copy{
-        p.table, p.v_cache, p.v_map, p.v_head_spans, p.piece_bits};
-    constexpr int CHUNKS = Values::BYTES / Cta::TOKENS / 16;  // of a row
-    const int lane_idx = threadIdx.x % WARP_SIZE;
-    typename Cta::Place at;
-    uint32_t landed_parity = 0;
-    ItemWalk walk(p.work);
-    int32_t kv_head;
-    for (Item item = walk.next(kv_head); item.num_rows > 0; item = walk.next(kv_head)) {
-        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
-             token -= Cta::TOKENS) {
-            const auto piece = copy.find(item, token);
-            const int num_keys = max(item.end_token - token, 0);
-            char* tile = smem.v[at.stage];
-            uint64_t& full = smem.v_full[at.stage];
-            mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
-            const bool whole = num_keys >= Cta::TOKENS;
-            copy.issue(tile, whole ? full : smem.v_landed, item, kv_head, token, piece);
-            if (!whole) {
-                mbarrier_try_wait(smem.v_landed, landed_parity);
-                landed_parity ^= 1;
-                for (int i = num_keys * CHUNKS + lane_idx; i < Cta::TOKENS * CHUNKS;
-                     i += WARP_SIZE) {
-                    const int offset = Values::offset(i / CHUNKS, i % CHUNKS);
-                    *reinterpret_cast<uint4*>(tile + offset) = uint4{};
-                }
-                fence_proxy_async();
-                __syncwarp();
-                if (lane_idx == 0) {
-                    mbarrier_arrive(full);
-                }
-            }
-            at.next();
-        }
-    }
-}
-
-// Warps 2 and 3: queries to a team, and its results to global memory.
-template <typename KV, typename Cta>
-struct RowServer {
-    using Order = typename Cta::Order;
-
-    const PrefillSm90Params& p;
-    typename Cta::Smem& smem;
-    int team;
-
-    // Calls visit(chunk's address in the tile, row, chunk) for this lane's 16-byte chunks of a tile.
-    template <typename Tile, typename Visit>
-    __device__ __forceinline__ void each_chunk(char* tile, Visit visit) const {
-        constexpr int CHUNKS = Tile::BYTES / Cta::TEAM_ROWS / 16, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
-        const int chunk = threadIdx.x % CHUNKS;
-#pragma unroll 4
-        for (int i = 0; i < Cta::TEAM_ROWS; i += ROWS_AT_ONCE) {
-            const int row = i + threadIdx.x % WARP_SIZE / CHUNKS;
-            visit(tile + Tile::offset(row, chunk), row, chunk);
-        }
-    }
-
-    // Scores must rise with the logits: a negative scale becomes one of the queries' signs.
-    __device__ __forceinline__ void load_queries(int slot, const Order& order, bool negate) const {
-        const Item& item = order.item;
-        const int num_rows = Cta::own_rows(item, team);
-        char* tile = smem.q[slot][team];
-        const bool aligned = p.q_rows.aligned;
-        const uint64_t policy = createpolicy_evict_unchanged();
-        each_chunk<typename Cta::Queries>(tile, [&](char* to, int row, int chunk) {
-            const PackedRow at(p.group, item, order.kv_head, team * Cta::TEAM_ROWS + row);
-            const bool owned = row < num_rows;
-            const char* from = p.q + (owned ? p.q_rows.offset(at) : 0) + chunk * 16;
-            if (aligned) {
-                cp_async_16(smem_address(to), from, owned ? 16 : 0, policy);
-            } else {
-                Query8 x = {};
-                if (owned) {
-                    x.load(from, p.q_rows.kind, false);
-                }
-                *reinterpret_cast<uint4*>(to) = x.bits;
-            }
-        });
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        if (negate) {
-            each_chunk<typename Cta::Queries>(tile, [&](char* to, int, int) {
-                constexpr uint32_t SIGNS = 0x80008000u;
-                uint4& x = *reinterpret_cast<uint4*>(to);
-                x = make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
-            });
-        }
-    }
-
-    __device__ __forceinline__ void store_results(int slot, uint32_t parity) const {
-        mbarrier_try_wait(smem.o_full[slot][team], parity);
-        const Order& order = smem.orders[slot][team];
-        if (!order.results) {
-            return;
-        }
-        const int num_rows = Cta::own_rows(order.item, team);
-        each_chunk<typename Cta::Results>(smem.q[slot][team], [&](char* from, int row, int chunk) {
-            if (row < num_rows && chunk * 8 < p.head_dim_vo) {
-                const PackedRow at(p.group, order.item, order.kv_head, team * Cta::TEAM_ROWS + row);
-                char* to = p.o + p.o_rows.offset(at) + chunk * 16;
-                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-            }
-        });
-    }
-
-    __device__ __forceinline__ void serve() const {
-        // No division: its subroutine is the teams' too, and takes registers that this warp gave away.
-        const bool negate = p.sm_scale * p.q_scale.get() * p.k_scale.get() < 0.0f;
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        ItemWalk walk(p.work);
-        Order order = {};
-        for (uint32_t n = 0;; ++n) {
-            const int slot = n % Cta::SLOTS;
-            order.item = walk.next(order.kv_head);
-            if (n >= Cta::SLOTS) {
-                store_results(slot, (n / Cta::SLOTS - 1) & 1);
-                __syncwarp();  // the slot has been read
-            }
-            if (lane_idx == 0) {
-                smem.orders[slot][team] = order;
-            }
-            if (order.item.num_rows > 0) {
-                load_queries(slot, order, negate);
-                fence_proxy_async();
-            }
-            __syncwarp();
-            if (lane_idx == 0) {
-                mbarrier_arrive(smem.q_full[slot][team]);
-            }
-            if (order.item.num_rows == 0) {
-                if (n > 0) {
-                    store_results((n - 1) % Cta::SLOTS, (n - 1) / Cta::SLOTS & 1);
-                }
-                return;
-            }
-        }
     }
 };
 
@@ -618,7 +452,7 @@ __global__ void __launch_bounds__(384, 1)
         } else if (warp_idx == 1) {
             serve_values<Cta>(p, smem);
         } else {
-            RowServer<KV, Cta>{p, smem, warp_idx - 2}.serve();
+            RowServer<Cta, PrefillSm90Params>{p, smem, warp_idx - 2}.serve();
         }
     } else {
         setmaxnreg_inc<Cta::TEAM_REGISTERS>();

@@ -265,8 +265,19 @@ struct Odd {
     float scale;
 };
 
-struct alignas(32) Wide {
-    uint8_t bytes[40];
+struct Base {
+    const char* base_data;
+    int32_t base_number;  // padding behind it, which stays when another struct has it as its base
+};
+
+struct alignas(64) Bytes {
+    uint8_t opaque[128];
+};
+
+struct DerivedParams : Base {
+    int32_t number;
+    Bytes bytes;
+    float scale;
 };
 
 struct ProbeParams {
@@ -318,6 +329,26 @@ def test_parameters_are_packed_where_the_compiler_puts_them(kernel_sources):
         ("first", "=i", 1), ("second", "=q", 2), ("odd", "=f", 0.5), ("inner", "=16s", b"i" * 16),
         ("third", "=I", 3), ("pointer", "=Q", 4), ("other", "=Q", 5), ("fourth", "=Q", 6),
         ("last", "=f", 0.25),
+    ]:  # fmt: skip
+        assert struct.unpack_from(code, packed, offsets[field]) == (value,), field
+
+
+def test_fields_of_a_base_come_first_and_bytes_where_they_are_aligned(kernel_sources):
+    offsets = {"base_data": 0, "base_number": 8, "number": 16, "bytes": 64, "scale": 192}
+    asserts = "\n".join(
+        f'static_assert(__INTADDR__(&(((DerivedParams*)0)->{field})) == {offset}, "{field}");'
+        for field, offset in offsets.items()
+    )
+    text = STRUCTS.replace("ProbeParams", "Other").replace("DerivedParams", "ProbeParams")
+    text = text.replace("sizeof(Other)", "sizeof(ProbeParams)")
+    (kernel_sources / "probe.cu").write_text(text % asserts.replace("DerivedParams", "ProbeParams"))
+    layout = _kernels.struct_layout("ProbeParams", "probe")
+    assert (layout.names, layout.size, layout.alignment) == (tuple(offsets), 256, 64)
+    _kernels.compile_kernels("probe", "sm_90a", [{}])
+    packed = struct.pack(layout.format, 1, 2, 3, b"b" * 128, 0.25)
+    for field, code, value in [
+        ("base_data", "=Q", 1), ("base_number", "=i", 2), ("number", "=i", 3),
+        ("bytes", "=128s", b"b" * 128), ("scale", "=f", 0.25),
     ]:  # fmt: skip
         assert struct.unpack_from(code, packed, offsets[field]) == (value,), field
 
