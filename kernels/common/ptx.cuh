@@ -95,6 +95,12 @@ __device__ __forceinline__ void cp_async_16(
         : "memory");
 }
 
+__device__ __forceinline__ void cp_async_16(uint32_t to_smem, const void* from, int src_bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(from),
+                 "r"(src_bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

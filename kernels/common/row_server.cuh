@@ -36,13 +36,12 @@ struct RowServer {
         const int num_rows = Cta::own_rows(item, team);
         char* tile = smem.q[slot][team];
         const bool aligned = p.q_rows.aligned;
-        const uint64_t policy = createpolicy_evict_unchanged();
         each_chunk<typename Cta::Queries>(tile, [&](char* to, int row, int chunk) {
             const PackedRow at(p.group, item, order.kv_head, team * Cta::TEAM_ROWS + row);
             const bool owned = row < num_rows;
             const char* from = p.q + (owned ? p.q_rows.offset(at) : 0) + chunk * 16;
             if (aligned) {
-                cp_async_16(smem_address(to), from, owned ? 16 : 0, policy);
+                cp_async_16(smem_address(to), from, owned ? 16 : 0);
             } else {
                 Query8 x = {};
                 if (owned) {
