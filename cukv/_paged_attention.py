@@ -349,7 +349,8 @@ class PagedAttention:
         if isinstance(tile, Sm90Tile):
             if self._maps is None:
                 self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
-            out_bytes, more = 16, self._maps._asdict()
+            out_bytes = 16
+            more = self._maps._asdict() | {"heads_at_once": grid.heads}
         return kernel(tile.kernel, k.device, **tile.template_args).bind(
             grid.num_ctas,
             tile.warps * WARP,
@@ -385,7 +386,8 @@ class PagedAttention:
         if isinstance(tile, Sm90Tile):
             if tile.paged != self._paged:
                 tile = portable_tile(tile, self._aligned)
-                grid = grid._replace(heads=int(self._pages.first.array.shape[2]))
+                heads = int(self._pages.first.array.shape[2])
+                grid = Grid(grid.num_parts * heads, grid.num_parts, heads)
         elif tile.aligned != self._aligned:
             raise ValueError(
                 f"{op}: the plan was made for a cache that is aligned to 16 bytes "

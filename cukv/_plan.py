@@ -125,7 +125,7 @@ class WorkSizes:
             cut.num_parts * _ITEM_BYTES,
             cut.num_parts * 4,
             cut.num_parts * 4,
-            self._max_slots * num_kv_heads * 4,
+            (self._max_slots + 2) * num_kv_heads * 4,
             states * 2,
             states * cut.head_dim_vo,
         )

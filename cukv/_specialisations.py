@@ -185,8 +185,13 @@ class Sm90Tile(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Keys of a step."""
-        return 128
+        """Keys of a step: as many as there is shared memory for."""
+        return 64 if self.head_dim_vo > 128 else 128
+
+    @property
+    def slots(self) -> int:
+        """Items whose queries or results are in shared memory."""
+        return 1 if self.head_dim > 128 else 3
 
     @property
     def round_steps(self) -> int:
@@ -216,9 +221,9 @@ class Sm90Tile(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Size of ``PrefillSm90Cta::Smem`` in kernels/prefill_sm90.cu."""
-        queries = 2 * self.rows * self.head_dim * 2
+        queries = self.slots * self.rows * self.head_dim * 2
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * 2
-        return queries + ring + 1024
+        return queries + ring + 2048
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -228,6 +233,7 @@ class Sm90Tile(NamedTuple):
             "HEAD_DIM_QK": self.head_dim,
             "HEAD_DIM_VO": self.head_dim_vo,
             "TOKENS": self.tokens,
+            "SLOTS": self.slots,
             "PAGED": str(self.paged).lower(),
             "SOFT_CAP": str(self.capped).lower(),
         }
@@ -237,6 +243,8 @@ Tile = DecodeTile | PrefillTile | Sm90Tile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
+# Sizes that prefill_sm90 has tiles for, each exactly.
+_SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 def _attention_dims() -> Iterator[tuple[Any, tuple[int, int]]]:
@@ -266,8 +274,9 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
 def sm90_tiles() -> tuple[Sm90Tile, ...]:
     """Every tile of ``prefill_sm90``."""
     return tuple(
-        Sm90Tile(dtype, 128, 128, paged, capped)
+        Sm90Tile(dtype, *dims, paged, capped)
         for dtype in (BFLOAT16, FLOAT16)
+        for dims in _SM90_HEAD_DIMS
         for paged in (False, True)
         for capped in (False, True)
     )

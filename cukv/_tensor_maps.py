@@ -1,8 +1,8 @@
 """Tensor maps of keys and values: with them a kernel has whole tiles copied to shared memory.
 
-``kernels/prefill_sm90.cu`` sees an array as spans of 64 elements, which a map swizzles. The spans of
-all heads of a token are one axis with a stride of 128 bytes, whatever lies between heads: head
-``h`` begins at span ``h * head_stride / 128``.
+``kernels/prefill_sm90.cu`` sees an array as spans of 64 elements, which a map swizzles. The spans
+of all heads of a token are one axis with a stride of 128 bytes, whatever lies between heads:
+head ``h`` begins at span ``h * head_stride / 128``.
 """
 
 from __future__ import annotations

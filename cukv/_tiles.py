@@ -18,13 +18,9 @@ _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside
 class Grid(NamedTuple):
     """How a call's work is dealt to CTAs."""
 
-    num_parts: int  # of the work list; each is a CTA for one KV head at a time
+    num_ctas: int
+    num_parts: int  # of the work list, each with an equal share of a KV head's keys
     heads: int  # KV heads that are worked on at a time
-
-    @property
-    def num_ctas(self) -> int:
-        """CTAs of a launch."""
-        return self.num_parts * self.heads
 
 
 def choose_tile(
@@ -91,22 +87,19 @@ def portable_tile(tile: Tile, aligned: bool) -> Tile:
     return next(
         other
         for other in prefill_tiles()
-        if other[:3] == tile[:3] and other.rows == tile.rows and other.aligned == aligned
+        if (other.dtype, other.head_dim_vo, other.rows, other.aligned)
+        == (tile.dtype, tile.head_dim_vo, tile.rows, aligned)
+        and other.head_dim >= tile.head_dim
     )
 
 
 def choose_grid(tile: Tile, num_kv_heads: int, num_tokens: int, device: int) -> Grid:
-    """Deal work to as many CTAs as run at a time, of all KV heads or, if that is faster, of some."""
+    """Deal work to as many CTAs as run at a time."""
     num_ctas = num_sms(device) * ctas_per_sm(tile, device)
-    heads = num_kv_heads
+    num_parts = max(1, num_ctas // num_kv_heads)
     if isinstance(tile, Sm90Tile):
-        heads = _heads_at_a_time(tile, num_kv_heads, num_tokens, num_ctas)
-    return Grid(max(1, num_ctas // heads), heads)
-
-
-def _heads_at_a_time(tile: Sm90Tile, num_kv_heads: int, num_tokens: int, num_ctas: int) -> int:
-    """Choose so many KV heads that their keys and values stay in the L2."""
-    return num_kv_heads
+        return Grid(num_ctas, num_parts, 1)
+    return Grid(num_parts * num_kv_heads, num_parts, num_kv_heads)
 
 
 def ctas_per_sm(tile: Tile, device: int) -> int:

@@ -218,7 +218,7 @@ struct TileWriter {
         return {rows.first_page,        rows.first_q_row, rows.kv_len - rows.qo_len,
                 tile.first_row,         tile.num_rows,    tile.first_token + begin,
                 tile.first_token + end, item_idx,         num,
-                num > 1 ? slot : -1,    next_slot};
+                num > 1 ? slot : -1,    next_slot,        rows.kv_len};
     }
 
     __device__ __forceinline__ void put(int64_t idx, const Item& item, int32_t first_of) const {
@@ -254,6 +254,7 @@ struct TileWriter {
             return rounds << (p.round_bits + p.step_bits);
         };
         for (int32_t g = part + 1; g <= first; ++g) {
+            put(tile_idx + g - 1, Item{}, -1);
             put_part(g, tile_idx + g, tile_idx + g - 1);
         }
         const bool begins_part = first > part || begin_cost - part * share < end_half;
@@ -270,6 +271,7 @@ struct TileWriter {
             }
         }
         if (boundary(end_cost) > last) {
+            put(tile_idx + last + 1, Item{}, -1);
             put_part(last + 1, tile_idx + last + 2, tile_idx + last + 1);
         }
     }
@@ -367,7 +369,7 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
             p.work.part_end[g] = g == last ? min(end, int64_t{p.work.max_items}) : 0;
         }
     }
-    for (int32_t i = request_idx; i < p.work.max_slots * p.work.num_kv_heads; i += num_all) {
+    for (int32_t i = request_idx; i < (p.work.max_slots + 2) * p.work.num_kv_heads; i += num_all) {
         p.work.tickets[i] = 0;
     }
 }

@@ -28,21 +28,24 @@ struct PrefillSm90Params : AttentionParams {
     TensorMap v_map;
     int32_t k_head_spans;  // from a head to the next, in units of 128 bytes
     int32_t v_head_spans;
-    int32_t piece_bits;  // log2 of the tokens of a page that one copy brings
+    int32_t piece_bits;     // log2 of the tokens of a page that one copy brings
+    int32_t heads_at_once;  // KV heads that are worked on at a time
 };
 
 static_assert(
     sizeof(PrefillSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 // Geometry of one specialisation, and its shared memory.
-template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, bool PAGED_>
+template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, int SLOTS_, bool PAGED_>
 struct PrefillSm90Cta {
-    static constexpr int TOKENS = TOKENS_, STAGES = 2, SLOTS = 2;
+    static constexpr int TOKENS = TOKENS_, STAGES = 2;
+    static constexpr int SLOTS = SLOTS_;  // items whose queries or results are here
+    static constexpr int DEALT = 4;       // items that were dealt and not yet begun by all
     static constexpr bool PAGED = PAGED_;
     static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
     static constexpr int THREADS = (TEAMS + 1) * TEAM_THREADS;
-    // All registers of an SM: 128 * (40 + 2 * 232) = 64512.
-    static constexpr int SERVER_REGISTERS = 40, TEAM_REGISTERS = 232;
+    // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has.
+    static constexpr int SERVER_REGISTERS = 56, TEAM_REGISTERS = 224;
     static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
 
     using Queries = OperandTile<TEAM_ROWS, HEAD_DIM_QK, true>;
@@ -63,7 +66,8 @@ struct PrefillSm90Cta {
         alignas(1024) char q[SLOTS][TEAMS][Queries::BYTES];
         char k[STAGES][Keys::BYTES];
         char v[STAGES][Values::BYTES];
-        Order orders[SLOTS][TEAMS];
+        Order orders[SLOTS][TEAMS], dealt[DEALT];
+        uint64_t dealt_full[DEALT], dealt_empty[DEALT];
         uint64_t q_full[SLOTS][TEAMS], o_full[SLOTS][TEAMS];
         uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
         uint64_t v_landed;           // values whose last rows are still to be zeroed
@@ -82,6 +86,10 @@ struct PrefillSm90Cta {
             mbarrier_init(smem.v_full[stage], 1);
             mbarrier_init(smem.k_empty[stage], TEAMS * 4);  // one lane of each warp
             mbarrier_init(smem.v_empty[stage], TEAMS * 4);
+        }
+        for (int i = 0; i < DEALT; ++i) {
+            mbarrier_init(smem.dealt_full[i], 1);
+            mbarrier_init(smem.dealt_empty[i], 1 + TEAMS);  // who copies values, who serves teams
         }
         mbarrier_init(smem.v_landed, 1);
         fence_mbarrier_init();
@@ -377,11 +385,8 @@ struct Team {
         return dropped != 0 || token < all_from || token + TOKENS > all_to;
     }
 
-    __device__ __forceinline__ void attend() {
-        if (!next_item()) {
-            return;
-        }
-        // The first scores of all, which no sums go with.
+    // The first scores of an item, which no sums go with.
+    __device__ __forceinline__ void begin() {
         token -= TOKENS;
         masked();
         hold(state.s);
@@ -393,45 +398,80 @@ struct Team {
             mbarrier_arrive(smem.k_empty[k.stage]);
         }
         k.next();
+        state.rows = RowStates{};
+        starts = true;
         weigh<true>();
         state.pack();
-        while (true) {
-            const bool ends = token == first_token;
-            const int old_slot = slot;
-            const RowStates old = state.rows;
-            if (ends) {
-                if (!next_item()) {
-                    break;
-                }
-                state.rows = RowStates{};
-            }
-            token -= TOKENS;
-            if (masked() || ends) {
-                step<true>();
-            } else {
-                step<false>();
-            }
-            if (ends) {
-                finish(old_slot, old);
-            } else {
-                state.rescale();
-            }
-            starts = ends;
-        }
+    }
+
+    // The last sums of an item, which no scores go with.
+    __device__ __forceinline__ void end() {
         mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         hold(state.o);
         wgmma_fence();
         multiply_values();
         wgmma_wait_group<0>();
         hold(state.o);
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.v_empty[v.stage]);
+        }
+        v.next();
+        k_here = false;
         finish(slot, state.rows);
+    }
+
+    // A step that begins an item and ends the one before.
+    __device__ __forceinline__ void pass_over(int old_slot) {
+        const RowStates old = state.rows;
+        state.rows = RowStates{};
+        token -= TOKENS;
+        masked();
+        step<true>();
+        finish(old_slot, old);
+        starts = true;
+    }
+
+    __device__ __forceinline__ void attend() {
+        bool has_item = next_item();
+        while (has_item) {
+            begin();
+            while (true) {
+                if (token > first_token) {
+                    token -= TOKENS;
+                    if (masked()) {
+                        step<true>();
+                    } else {
+                        step<false>();
+                    }
+                    state.rescale();
+                    starts = false;
+                    continue;
+                }
+                // With one slot, the next item's queries come where this one's results are first.
+                const int old_slot = slot;
+                has_item = Cta::SLOTS > 1 && next_item();
+                if (!has_item) {
+                    break;
+                }
+                pass_over(old_slot);
+            }
+            end();
+            has_item = Cta::SLOTS == 1 && next_item();
+        }
     }
 };
 
-template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS, bool PAGED, bool SOFT_CAP>
+template <
+    typename KV,
+    int HEAD_DIM_QK,
+    int HEAD_DIM_VO,
+    int TOKENS,
+    int SLOTS,
+    bool PAGED,
+    bool SOFT_CAP>
 __global__ void __launch_bounds__(384, 1)
     prefill_sm90(const __grid_constant__ PrefillSm90Params p) {
-    using Cta = PrefillSm90Cta<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, PAGED>;
+    using Cta = PrefillSm90Cta<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, PAGED>;
     static_assert(Cta::THREADS == 384, "as the launch bounds say");
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);

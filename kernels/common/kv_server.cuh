@@ -9,34 +9,97 @@
 
 namespace cukv {
 
-// The items of a CTA, one after the other: those of its part for one KV head, then for the next of
-// its heads. gridDim.x / num_parts heads are worked on at a time.
-struct ItemWalk {
+// Deals items to CTAs as they get done: those of the list's end first, which are the longest where
+// attention is causal, and of so many KV heads at a time that CTAs share their keys in the L2. By a
+// warp. An item is on its way while the one before it is worked on.
+struct ItemDealer {
     const WorkList& work;
-    int32_t begin_item, end_item, item_idx;
-    int32_t kv_head, heads_at_once;
+    const int heads_at_once;
+    int32_t num_items;  // of the list
+    int32_t asked;  // of the first lane: number of the next item but one among those of all heads
+    bool more;      // there is a next item
+    Item item;      // the next
+    int32_t head;   // its KV head
 
-    __device__ __forceinline__ explicit ItemWalk(const WorkList& work) : work(work) {
-        heads_at_once = gridDim.x / work.num_parts;
-        kv_head = blockIdx.x % heads_at_once;
-        const int part = blockIdx.x / heads_at_once;
-        begin_item = item_idx = work.part_begin[part];
-        end_item = work.part_end[part];
+    __device__ __forceinline__ ItemDealer(const WorkList& work, int heads_at_once)
+        : work(work), heads_at_once(heads_at_once), num_items(0), asked(blockIdx.x) {
+        for (int32_t part = threadIdx.x % WARP_SIZE; part < work.num_parts; part += WARP_SIZE) {
+            num_items = max(num_items, work.part_end[part]);
+        }
+        num_items = __reduce_max_sync(0xffffffffu, num_items);
+        look_ahead();
     }
 
-    // Gives the next item that has rows, and its head; item.num_rows is 0 when there is none.
-    __device__ __forceinline__ Item next(int32_t& head) {
-        Item item = {};
-        while (item.num_rows == 0 && kv_head < work.num_kv_heads) {
-            head = kv_head;
-            if (item_idx < end_item) {
-                item = load_item(work.items + item_idx++);
-            } else {
-                item_idx = begin_item;
-                kv_head += heads_at_once;
+    __device__ __forceinline__ void look_ahead() {
+        const int32_t number = __shfl_sync(0xffffffffu, asked, 0);
+        more = number < int64_t{num_items} * work.num_kv_heads;
+        if (more) {
+            const int32_t section = number / (num_items * heads_at_once);
+            const int32_t within = number - section * num_items * heads_at_once;
+            head = section * heads_at_once + within % heads_at_once;
+            item = load_item(work.items + num_items - 1 - within / heads_at_once);
+            if (threadIdx.x % WARP_SIZE == 0) {
+                asked = gridDim.x + atomicAdd(work.num_dealt(), 1);
             }
         }
+    }
+
+    // Gives the next item that has rows, and its head; item.num_rows is 0 if there is none.
+    __device__ __forceinline__ Item next(int32_t& kv_head) {
+        Item found = {};
+        while (found.num_rows == 0 && more) {
+            found = item;
+            kv_head = head;
+            look_ahead();
+        }
+        return found;
+    }
+
+    // For the next launch, once all CTAs have come here.
+    __device__ __forceinline__ void finish() const {
+        if (threadIdx.x % WARP_SIZE == 0 && atomicAdd(work.num_finished(), 1) == gridDim.x - 1) {
+            *work.num_dealt() = 0;
+            *work.num_finished() = 0;
+        }
+    }
+};
+
+// Items from the warp that deals them to the others, through shared memory.
+template <typename Cta>
+struct ItemReader {
+    typename Cta::Smem& smem;
+    RingPlace<Cta::DEALT> at;
+
+    __device__ __forceinline__ explicit ItemReader(typename Cta::Smem& smem) : smem(smem) {}
+
+    __device__ __forceinline__ Item next(int32_t& kv_head) {
+        mbarrier_try_wait(smem.dealt_full[at.stage], at.parity);
+        const Item item = smem.dealt[at.stage].item;
+        kv_head = smem.dealt[at.stage].kv_head;
+        __syncwarp();  // all lanes have it
+        if (threadIdx.x % WARP_SIZE == 0) {
+            mbarrier_arrive(smem.dealt_empty[at.stage]);
+        }
+        at.next();
         return item;
+    }
+};
+
+template <typename Cta>
+struct ItemWriter {
+    typename Cta::Smem& smem;
+    RingPlace<Cta::DEALT> at;
+
+    __device__ __forceinline__ explicit ItemWriter(typename Cta::Smem& smem) : smem(smem) {}
+
+    __device__ __forceinline__ void put(const Item& item, int32_t kv_head) {
+        mbarrier_try_wait(smem.dealt_empty[at.stage], at.parity ^ 1);
+        if (threadIdx.x % WARP_SIZE == 0) {
+            smem.dealt[at.stage].item = item;
+            smem.dealt[at.stage].kv_head = kv_head;
+            mbarrier_arrive(smem.dealt_full[at.stage]);
+        }
+        at.next();
     }
 };
 
@@ -110,15 +173,21 @@ struct StepCopy {
     }
 };
 
-// Warp 0: keys, step by step.
+// Keys, step by step; and items to all warps.
 template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& smem) {
     const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
     typename Cta::Place at;
-    ItemWalk walk(p.work);
-    int32_t kv_head;
-    for (Item item = walk.next(kv_head); item.num_rows > 0; item = walk.next(kv_head)) {
+    ItemDealer dealer(p.work, p.heads_at_once);
+    ItemWriter<Cta> others(smem);
+    int32_t kv_head = 0, next_head = 0;
+    Item item = dealer.next(kv_head);
+    others.put(item, kv_head);
+    while (item.num_rows > 0) {
+        // The others have the next item while this one is worked on.
+        const Item next = dealer.next(next_head);
+        others.put(next, next_head);
         for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
              token -= Cta::TOKENS) {
             const auto piece = copy.find(item, token);
@@ -129,10 +198,13 @@ __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& 
             copy.issue(smem.k[at.stage], smem.k_full[at.stage], item, kv_head, token, piece);
             at.next();
         }
+        item = next;
+        kv_head = next_head;
     }
+    dealer.finish();
 }
 
-// Warp 1: values, step by step. Rows behind the item's keys may hold NaN, which a weight of 0 does not
+// Values, step by step. Rows behind the request's keys may hold NaN, which a weight of 0 does not
 // hide: they become zeros.
 template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem& smem) {
@@ -143,13 +215,13 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
     const int lane_idx = threadIdx.x % WARP_SIZE;
     typename Cta::Place at;
     uint32_t landed_parity = 0;
-    ItemWalk walk(p.work);
+    ItemReader<Cta> items(smem);
     int32_t kv_head;
-    for (Item item = walk.next(kv_head); item.num_rows > 0; item = walk.next(kv_head)) {
+    for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
         for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
              token -= Cta::TOKENS) {
             const auto piece = copy.find(item, token);
-            const int num_keys = max(item.end_token - token, 0);
+            const int num_keys = max(item.kv_len - token, 0);
             char* tile = smem.v[at.stage];
             uint64_t& full = smem.v_full[at.stage];
             mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
@@ -158,10 +230,10 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
             if (!whole) {
                 mbarrier_try_wait(smem.v_landed, landed_parity);
                 landed_parity ^= 1;
-                for (int i = num_keys * CHUNKS + lane_idx; i < Cta::TOKENS * CHUNKS;
-                     i += WARP_SIZE) {
-                    const int offset = Values::offset(i / CHUNKS, i % CHUNKS);
-                    *reinterpret_cast<uint4*>(tile + offset) = uint4{};
+                for (int row = num_keys + lane_idx / CHUNKS; row < Cta::TOKENS;
+                     row += WARP_SIZE / CHUNKS) {
+                    char* chunk = tile + Values::offset(row, lane_idx % CHUNKS);
+                    *reinterpret_cast<uint4*>(chunk) = uint4{};
                 }
                 fence_proxy_async();
                 __syncwarp();

@@ -11,8 +11,9 @@ namespace cukv {
 
 constexpr int SWIZZLED_COLUMNS = 64;  // of 16-bit elements
 
-template <int ROWS, int COLUMNS, bool GROUPED>
+template <int ROWS, int COLUMNS_, bool GROUPED>
 struct OperandTile {
+    static constexpr int COLUMNS = COLUMNS_;
     static_assert(COLUMNS % SWIZZLED_COLUMNS == 0, "columns are swizzled 64 at a time");
     static constexpr int BYTES = ROWS * COLUMNS * 2;
     static constexpr int GROUP_BYTES = GROUPED ? COLUMNS / 64 * 1024 : 1024;  // to the next 8 rows

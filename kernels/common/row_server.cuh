@@ -18,74 +18,79 @@ struct RowServer {
     typename Cta::Smem& smem;
     int team;
 
-    // Calls visit(chunk's address in the tile, row, chunk) for this lane's 16-byte chunks of a tile.
-    template <typename Tile, typename Visit>
-    __device__ __forceinline__ void each_chunk(char* tile, Visit visit) const {
-        constexpr int CHUNKS = Tile::BYTES / Cta::TEAM_ROWS / 16, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
-        const int chunk = threadIdx.x % CHUNKS;
-#pragma unroll 4
-        for (int i = 0; i < Cta::TEAM_ROWS; i += ROWS_AT_ONCE) {
-            const int row = i + threadIdx.x % WARP_SIZE / CHUNKS;
-            visit(tile + Tile::offset(row, chunk), row, chunk);
+    // Calls visit(chunk's address in the tile, bytes from the array's start, row) for this lane's 16-byte
+    // chunks of a tile. Lanes find 32 rows at a time; those that are not the item's stand for its last.
+    template <typename Tile, int UNROLL, typename Visit>
+    __device__ __forceinline__ void each_chunk(
+        char* tile, const QueryRows& rows, const Order& order, Visit visit) const {
+        constexpr int CHUNKS = Tile::COLUMNS / 8, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
+        const int lane_idx = threadIdx.x % WARP_SIZE, chunk = lane_idx % CHUNKS;
+#pragma unroll 1
+        for (int first = 0; first < Cta::TEAM_ROWS; first += WARP_SIZE) {
+            const int own = min(team * Cta::TEAM_ROWS + first + lane_idx, order.item.num_rows - 1);
+            const int64_t offset = rows.offset(PackedRow(p.group, order.item, order.kv_head, own));
+#pragma unroll UNROLL
+            for (int i = 0; i < WARP_SIZE; i += ROWS_AT_ONCE) {
+                const int row = i + lane_idx / CHUNKS;
+                const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
+                visit(
+                    tile + Tile::offset(first + row, chunk), row_offset + chunk * 16, first + row);
+            }
         }
     }
 
     // Scores must rise with the logits: a negative scale becomes one of the queries' signs.
     __device__ __forceinline__ void load_queries(int slot, const Order& order, bool negate) const {
-        const Item& item = order.item;
-        const int num_rows = Cta::own_rows(item, team);
+        using Queries = typename Cta::Queries;
         char* tile = smem.q[slot][team];
-        const bool aligned = p.q_rows.aligned;
-        each_chunk<typename Cta::Queries>(tile, [&](char* to, int row, int chunk) {
-            const PackedRow at(p.group, item, order.kv_head, team * Cta::TEAM_ROWS + row);
-            const bool owned = row < num_rows;
-            const char* from = p.q + (owned ? p.q_rows.offset(at) : 0) + chunk * 16;
-            if (aligned) {
-                cp_async_16(smem_address(to), from, owned ? 16 : 0);
-            } else {
-                Query8 x = {};
-                if (owned) {
-                    x.load(from, p.q_rows.kind, false);
-                }
-                *reinterpret_cast<uint4*>(to) = x.bits;
-            }
-        });
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        if (negate) {
-            each_chunk<typename Cta::Queries>(tile, [&](char* to, int, int) {
-                constexpr uint32_t SIGNS = 0x80008000u;
-                uint4& x = *reinterpret_cast<uint4*>(to);
-                x = make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
+        if (p.q_rows.aligned) {
+            each_chunk<Queries, 16>(tile, p.q_rows, order, [&](char* to, int64_t offset, int) {
+                cp_async_16(smem_address(to), p.q + offset, 16);
             });
+            cp_async_commit_group();
+            cp_async_wait_group<0>();
+        } else {
+            each_chunk<Queries, 1>(tile, p.q_rows, order, [&](char* to, int64_t offset, int) {
+                Query8 x;
+                x.load(p.q + offset, p.q_rows.kind, false);
+                *reinterpret_cast<uint4*>(to) = x.bits;
+            });
+        }
+        if (negate) {
+            for (int i = threadIdx.x % WARP_SIZE; i < Queries::BYTES / 16; i += WARP_SIZE) {
+                constexpr uint32_t SIGNS = 0x80008000u;
+                uint4& x = reinterpret_cast<uint4*>(tile)[i];
+                x = make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
+            }
         }
     }
 
     __device__ __forceinline__ void store_results(int slot, uint32_t parity) const {
         mbarrier_try_wait(smem.o_full[slot][team], parity);
-        const Order& order = smem.orders[slot][team];
+        const Order order = smem.orders[slot][team];
         if (!order.results) {
             return;
         }
-        const int num_rows = Cta::own_rows(order.item, team);
-        each_chunk<typename Cta::Results>(smem.q[slot][team], [&](char* from, int row, int chunk) {
-            if (row < num_rows && chunk * 8 < p.head_dim_vo) {
-                const PackedRow at(p.group, order.item, order.kv_head, team * Cta::TEAM_ROWS + row);
-                char* to = p.o + p.o_rows.offset(at) + chunk * 16;
-                *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-            }
-        });
+        const bool inside = threadIdx.x * 8 % Cta::Results::COLUMNS < p.head_dim_vo;
+        const int num_rows = inside ? Cta::own_rows(order.item, team) : 0;
+        each_chunk<typename Cta::Results, 16>(
+            smem.q[slot][team], p.o_rows, order, [&](char* from, int64_t offset, int row) {
+                const uint4 x = *reinterpret_cast<const uint4*>(from);
+                if (row < num_rows) {
+                    *reinterpret_cast<uint4*>(p.o + offset) = x;
+                }
+            });
     }
 
     __device__ __forceinline__ void serve() const {
         // No division: its subroutine is the teams' too, and takes registers that this warp gave away.
         const bool negate = p.sm_scale * p.q_scale.get() * p.k_scale.get() < 0.0f;
         const int lane_idx = threadIdx.x % WARP_SIZE;
-        ItemWalk walk(p.work);
+        ItemReader<Cta> items(smem);
         Order order = {};
         for (uint32_t n = 0;; ++n) {
             const int slot = n % Cta::SLOTS;
-            order.item = walk.next(order.kv_head);
+            order.item = items.next(order.kv_head);
             if (n >= Cta::SLOTS) {
                 store_results(slot, (n / Cta::SLOTS - 1) & 1);
                 __syncwarp();  // the slot has been read

@@ -12,6 +12,7 @@ template <int ROWS, int HEAD_DIM>
 struct TeamSlots {
     static constexpr int TEAM_ROWS = 64, THREADS = 128;
     static constexpr int VECS = TEAM_ROWS * HEAD_DIM / 4 / THREADS;  // of a thread
+    static constexpr int IN_FLIGHT = VECS < 16 ? VECS : 16;          // that are loaded together
 
     const WorkList& work;
     const Item& item;
@@ -89,17 +90,21 @@ struct TeamSlots {
                 d[h] = fmaf(weight[h], md.y, d[h]);
             }
             const float4* from = sums(i);
-            float4 x[VECS];
 #pragma unroll
-            for (int j = 0; j < VECS; ++j) {
-                x[j] = __ldcg(from + j * THREADS);
-            }
+            for (int first = 0; first < VECS; first += IN_FLIGHT) {
+                float4 x[IN_FLIGHT];
 #pragma unroll
-            for (int j = 0; j < VECS; ++j) {
-                o[j][0] = fmaf(weight[0], x[j].x, o[j][0]);
-                o[j][1] = fmaf(weight[0], x[j].y, o[j][1]);
-                o[j][2] = fmaf(weight[1], x[j].z, o[j][2]);
-                o[j][3] = fmaf(weight[1], x[j].w, o[j][3]);
+                for (int j = 0; j < IN_FLIGHT; ++j) {
+                    x[j] = __ldcg(from + (first + j) * THREADS);
+                }
+#pragma unroll
+                for (int j = 0; j < IN_FLIGHT; ++j) {
+                    float (&sum)[4] = o[first + j];
+                    sum[0] = fmaf(weight[0], x[j].x, sum[0]);
+                    sum[1] = fmaf(weight[0], x[j].y, sum[1]);
+                    sum[2] = fmaf(weight[1], x[j].z, sum[2]);
+                    sum[3] = fmaf(weight[1], x[j].w, sum[3]);
+                }
             }
         }
     }

@@ -26,6 +26,7 @@ struct alignas(16) Item {
     int32_t num_items;   // of the tile
     int32_t first_slot;  // of item 0, whose ticket is the tile's; -1: there is no other item
     int32_t next_slot;   // of item 1; those of items 2, 3, ... are behind it
+    int32_t kv_len;      // of the request
 
     __device__ __forceinline__ int32_t slot(int32_t i) const {
         return i == 0 ? first_slot : next_slot + i - 1;
@@ -46,17 +47,23 @@ __device__ __forceinline__ Item load_item(const Item* from) {
 }
 
 struct WorkList {
-    Item* items;          // [max_items]
+    Item* items;          // [max_items]; those between parts that are no part's have no rows
     Item* first_items;    // [num_parts] copies, so that a CTA starts with one look-up
     int32_t* part_begin;  // [num_parts]
     int32_t* part_end;    // [num_parts]; no more than part_begin where a part has no items
-    int32_t* tickets;     // [max_slots, num_kv_heads], zero
+    int32_t* tickets;     // [max_slots + 2, num_kv_heads], zero: of slots, and behind them counters
     float* states;        // [max_slots, num_kv_heads, rows_per_tile, 2] maximum and denominator
     float* sums;          // [max_slots, num_kv_heads, rows_per_tile, head_dim_vo] weighted sums
     int32_t max_items;
     int32_t max_slots;
     int32_t num_parts;
     int32_t num_kv_heads;
+
+    // Counters of kernels that deal items while they run: of items, and of CTAs that got no more.
+    __device__ __forceinline__ int32_t* num_dealt() const {
+        return tickets + int64_t{max_slots} * num_kv_heads;
+    }
+    __device__ __forceinline__ int32_t* num_finished() const { return num_dealt() + num_kv_heads; }
 };
 
 }  // namespace cukv
