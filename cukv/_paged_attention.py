@@ -37,7 +37,7 @@ from cukv._index import host_scale, pack_divisor, pack_scales
 from cukv._kernels import WARP, BoundLaunch, kernel, packer
 from cukv._plan import Cut, Plan, WorkSizes
 from cukv._specialisations import Sm90Tile
-from cukv._tensor_maps import KvMaps, are_paged, kv_maps
+from cukv._tensor_maps import KvMaps, MappedLaunch, Rows, are_paged, kv_maps
 from cukv._tiles import Grid, choose_grid, choose_tile, portable_tile
 
 if TYPE_CHECKING:
@@ -345,13 +345,11 @@ class PagedAttention:
         k, v = self._pages
         heads, num_kv_heads = q.shape[:2], k.array.shape[2]
         out_dtype = output_dtype(q) if out is None else out.dtype
-        out_bytes, more = 4 * out_dtype.itemsize, {}  # that are stored together
+        out_vector = 4 * out_dtype.itemsize  # bytes that are stored together
         if isinstance(tile, Sm90Tile):
-            if self._maps is None:
-                self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
-            out_bytes = 16
-            more = self._maps._asdict() | {"heads_at_once": grid.heads}
-        return kernel(tile.kernel, k.device, **tile.template_args).bind(
+            out_vector = 16
+        bind = functools.partial(
+            kernel(tile.kernel, k.device, **tile.template_args).bind,
             grid.num_ctas,
             tile.warps * WARP,
             tile.smem_bytes,
@@ -359,7 +357,7 @@ class PagedAttention:
             k_cache=k.packed,
             v_cache=v.packed,
             q_rows=_pack_rows(q, 16),
-            o_rows=_pack_rows(out, out_bytes, (*heads, self._head_dim_vo), out_dtype),
+            o_rows=_pack_rows(out, out_vector, (*heads, self._head_dim_vo), out_dtype),
             lse_rows=_pack_rows(lse, 4, heads, FLOAT32),
             sinks_stride=0 if sinks is None else sinks.strides[0],
             group=pack_divisor(q.shape[1] // num_kv_heads),
@@ -371,7 +369,18 @@ class PagedAttention:
             causal=options["causal"],
             window_left=min(options["window_left"], 1 << 30),
             evict_first=tile.rows <= 16,  # rows beyond a tile read the same keys again
-            **more,
+        )
+        if not isinstance(tile, Sm90Tile):
+            return bind()
+        if self._maps is None:
+            self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
+        o_shape = (*heads, self._head_dim_vo)
+        o_strides = _contiguous(o_shape, out_dtype) if out is None else out.strides
+        return MappedLaunch(
+            functools.partial(bind, heads_at_once=grid.heads, **self._maps._asdict()),
+            Rows(q.shape, q.strides, q.dtype),
+            Rows(o_shape, o_strides, out_dtype),
+            q.shape[1] // num_kv_heads,
         )
 
     def _tile_of_plan(self, op: str, work: WorkList, device: int) -> tuple[Tile, Grid]:
@@ -428,12 +437,17 @@ def _pack_rows(
 ) -> bytes:
     """Pack an array [rows, heads, ...]; one that is not there yet will be contiguous."""
     if array is None:
-        feats = shape[2] if len(shape) > 2 else 1
-        pointer, row, head = 0, shape[1] * feats * dtype.itemsize, feats * dtype.itemsize
+        pointer, (row, head) = 0, _contiguous((*shape, 1)[:3], dtype)[:2]
     else:
         pointer, (row, head), dtype = array.data.ptr, array.strides[:2], array.dtype
     aligned = (pointer | row | head) % vector_bytes == 0
     return _pack_query_rows(row, head, _KINDS[dtype], aligned)
+
+
+def _contiguous(shape: tuple[int, ...], dtype: Any) -> tuple[int, int, int]:
+    """Give the byte strides of a new array ``[rows, heads, dim]``."""
+    _, heads, dim = shape
+    return heads * dim * dtype.itemsize, dim * dtype.itemsize, dtype.itemsize
 
 
 def _remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], value: Any) -> None:

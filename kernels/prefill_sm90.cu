@@ -24,8 +24,12 @@
 namespace cukv {
 
 struct PrefillSm90Params : AttentionParams {
+    TensorMap q_map;
+    TensorMap o_map;
     TensorMap k_map;
     TensorMap v_map;
+    int32_t q_mapped;  // 1: there is a map of q
+    int32_t o_mapped;
     int32_t k_head_spans;  // from a head to the next, in units of 128 bytes
     int32_t v_head_spans;
     int32_t piece_bits;     // log2 of the tokens of a page that one copy brings
@@ -48,8 +52,8 @@ struct PrefillSm90Cta {
     static constexpr int SERVER_REGISTERS = 56, TEAM_REGISTERS = 224;
     static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
 
-    using Queries = OperandTile<TEAM_ROWS, HEAD_DIM_QK, true>;
-    using Results = OperandTile<TEAM_ROWS, HEAD_DIM_VO, true>;
+    using Queries = OperandTile<TEAM_ROWS, HEAD_DIM_QK, false>;
+    using Results = OperandTile<TEAM_ROWS, HEAD_DIM_VO, false>;
     using Keys = OperandTile<TOKENS, HEAD_DIM_QK, PAGED>;
     using Values = OperandTile<TOKENS, HEAD_DIM_VO, PAGED>;
     using State = WarpgroupState<KV, TOKENS, HEAD_DIM_VO>;
@@ -319,6 +323,7 @@ struct Team {
             }
         }
         const bool results = done && store(slot, m, d, rows.behind);
+        fence_proxy_async();
         if (lane_idx == 0 && warp_idx % 4 == 0) {
             order.results = results;
         }

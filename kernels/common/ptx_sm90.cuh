@@ -77,6 +77,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(
         : "memory");
 }
 
+__device__ __forceinline__ void cp_async_bulk_tensor_4d(
+    uint32_t to_smem,
+    const TensorMap& map,
+    uint64_t& barrier,
+    int32_t x0,
+    int32_t x1,
+    int32_t x2,
+    int32_t x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to_smem),
+        "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(smem_address(&barrier))
+        : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(
     uint32_t to_smem,
     const TensorMap& map,
@@ -91,6 +106,26 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(
         "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to_smem),
         "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(smem_address(&barrier))
         : "memory");
+}
+
+// Starts copying a box from shared memory to an array; what would leave the array is not written.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(
+    const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, uint32_t from_smem) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+            &map),
+        "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(from_smem)
+        : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all but the PENDING latest groups of this thread's stores have read shared memory.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Gives registers of a warpgroup away, or takes what others gave, until each thread has REGISTERS.

@@ -2,7 +2,8 @@
 //
 // Queries of an item lie in one of Cta::SLOTS places, and so do its results when the team has computed
 // them. Cta: Queries and Results, their tiles; TEAM_ROWS; Order, which tells the team what to do; Smem
-// with q, orders and their barriers. Params: work, q, q_rows, o, o_rows, group, scales, head_dim_vo.
+// with q, orders and their barriers. Params: q, q_rows, q_map and q_mapped, whether it may be used; the
+// same of o; group, sm_scale, q_scale, k_scale, head_dim_vo.
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/queries.cuh"
@@ -39,6 +40,22 @@ struct RowServer {
         }
     }
 
+    // Row of q and o that the team's rows begin with, where a tile begins with a whole one.
+    __device__ __forceinline__ int32_t first_q_row(const Item& item) const {
+        return item.first_q_row + p.group.quotient(item.first_row + team * Cta::TEAM_ROWS);
+    }
+
+    // By a tensor map: rows behind the item's are others' or zeros.
+    __device__ __forceinline__ void copy_queries(int slot, const Order& order) const {
+        if (threadIdx.x % WARP_SIZE == 0) {
+            uint64_t& full = smem.q_full[slot][team];
+            mbarrier_arrive_expect_tx(full, Cta::Queries::BYTES);
+            cp_async_bulk_tensor_4d(
+                smem_address(smem.q[slot][team]), p.q_map, full, 0,
+                order.kv_head * static_cast<int32_t>(p.group.divisor), first_q_row(order.item), 0);
+        }
+    }
+
     // Scores must rise with the logits: a negative scale becomes one of the queries' signs.
     __device__ __forceinline__ void load_queries(int slot, const Order& order, bool negate) const {
         using Queries = typename Cta::Queries;
@@ -63,12 +80,27 @@ struct RowServer {
                 x = make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
             }
         }
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % WARP_SIZE == 0) {
+            mbarrier_arrive(smem.q_full[slot][team]);
+        }
     }
 
     __device__ __forceinline__ void store_results(int slot, uint32_t parity) const {
         mbarrier_try_wait(smem.o_full[slot][team], parity);
         const Order order = smem.orders[slot][team];
         if (!order.results) {
+            return;
+        }
+        if (p.o_mapped && Cta::own_rows(order.item, team) == Cta::TEAM_ROWS) {
+            if (threadIdx.x % WARP_SIZE == 0) {
+                cp_async_bulk_tensor_4d_store(
+                    p.o_map, 0, order.kv_head * static_cast<int32_t>(p.group.divisor),
+                    first_q_row(order.item), 0, smem_address(smem.q[slot][team]));
+                cp_async_bulk_commit_group();
+                cp_async_bulk_wait_group_read<0>();
+            }
             return;
         }
         const bool inside = threadIdx.x * 8 % Cta::Results::COLUMNS < p.head_dim_vo;
@@ -98,13 +130,14 @@ struct RowServer {
             if (lane_idx == 0) {
                 smem.orders[slot][team] = order;
             }
-            if (order.item.num_rows > 0) {
+            if (order.item.num_rows == 0) {
+                if (lane_idx == 0) {
+                    mbarrier_arrive(smem.q_full[slot][team]);
+                }
+            } else if (p.q_mapped && !negate) {
+                copy_queries(slot, order);
+            } else {
                 load_queries(slot, order, negate);
-                fence_proxy_async();
-            }
-            __syncwarp();
-            if (lane_idx == 0) {
-                mbarrier_arrive(smem.q_full[slot][team]);
             }
             if (order.item.num_rows == 0) {
                 for (uint32_t i = n < Cta::SLOTS ? 0 : n - Cta::SLOTS + 1; i < n; ++i) {
