@@ -94,6 +94,7 @@ struct ItemWriter {
 
     __device__ __forceinline__ void put(const Item& item, int32_t kv_head) {
         mbarrier_try_wait(smem.dealt_empty[at.stage], at.parity ^ 1);
+        __syncwarp();  // no lane waits any more
         if (threadIdx.x % WARP_SIZE == 0) {
             smem.dealt[at.stage].item = item;
             smem.dealt[at.stage].kv_head = kv_head;

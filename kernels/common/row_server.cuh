@@ -19,23 +19,24 @@ struct RowServer {
     typename Cta::Smem& smem;
     int team;
 
-    // Calls visit(chunk's address in the tile, bytes from the array's start, row) for this lane's 16-byte
-    // chunks of a tile. Lanes find 32 rows at a time; those that are not the item's stand for its last.
+    // Calls visit(address in the tile, bytes from the array's start, row, first column) for this lane's
+    // 16-byte chunks of a tile. Lanes find 32 rows at a time; what is behind the item's is its last.
     template <typename Tile, int UNROLL, typename Visit>
     __device__ __forceinline__ void each_chunk(
         char* tile, const QueryRows& rows, const Order& order, Visit visit) const {
-        constexpr int CHUNKS = Tile::COLUMNS / 8, ROWS_AT_ONCE = WARP_SIZE / CHUNKS;
-        const int lane_idx = threadIdx.x % WARP_SIZE, chunk = lane_idx % CHUNKS;
+        constexpr int CHUNKS = Tile::COLUMNS / 8;  // of a row
+        const int lane_idx = threadIdx.x % WARP_SIZE;
 #pragma unroll 1
         for (int first = 0; first < Cta::TEAM_ROWS; first += WARP_SIZE) {
             const int own = min(team * Cta::TEAM_ROWS + first + lane_idx, order.item.num_rows - 1);
             const int64_t offset = rows.offset(PackedRow(p.group, order.item, order.kv_head, own));
 #pragma unroll UNROLL
-            for (int i = 0; i < WARP_SIZE; i += ROWS_AT_ONCE) {
-                const int row = i + lane_idx / CHUNKS;
+            for (int i = lane_idx; i < WARP_SIZE * CHUNKS; i += WARP_SIZE) {
+                const int row = i / CHUNKS, chunk = i % CHUNKS;
                 const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
                 visit(
-                    tile + Tile::offset(first + row, chunk), row_offset + chunk * 16, first + row);
+                    tile + Tile::offset(first + row, chunk), row_offset + chunk * 16, first + row,
+                    chunk * 8);
             }
         }
     }
@@ -61,19 +62,20 @@ struct RowServer {
         using Queries = typename Cta::Queries;
         char* tile = smem.q[slot][team];
         if (p.q_rows.aligned) {
-            each_chunk<Queries, 16>(tile, p.q_rows, order, [&](char* to, int64_t offset, int) {
+            each_chunk<Queries, 8>(tile, p.q_rows, order, [&](char* to, int64_t offset, int, int) {
                 cp_async_16(smem_address(to), p.q + offset, 16);
             });
             cp_async_commit_group();
             cp_async_wait_group<0>();
         } else {
-            each_chunk<Queries, 1>(tile, p.q_rows, order, [&](char* to, int64_t offset, int) {
+            each_chunk<Queries, 1>(tile, p.q_rows, order, [&](char* to, int64_t offset, int, int) {
                 Query8 x;
                 x.load(p.q + offset, p.q_rows.kind, false);
                 *reinterpret_cast<uint4*>(to) = x.bits;
             });
         }
         if (negate) {
+            __syncwarp();  // the other lanes' copies have landed too
             for (int i = threadIdx.x % WARP_SIZE; i < Queries::BYTES / 16; i += WARP_SIZE) {
                 constexpr uint32_t SIGNS = 0x80008000u;
                 uint4& x = reinterpret_cast<uint4*>(tile)[i];
@@ -103,12 +105,12 @@ struct RowServer {
             }
             return;
         }
-        const bool inside = threadIdx.x * 8 % Cta::Results::COLUMNS < p.head_dim_vo;
-        const int num_rows = inside ? Cta::own_rows(order.item, team) : 0;
-        each_chunk<typename Cta::Results, 16>(
-            smem.q[slot][team], p.o_rows, order, [&](char* from, int64_t offset, int row) {
+        const int num_rows = Cta::own_rows(order.item, team);
+        each_chunk<typename Cta::Results, 8>(
+            smem.q[slot][team], p.o_rows, order,
+            [&](char* from, int64_t offset, int row, int column) {
                 const uint4 x = *reinterpret_cast<const uint4*>(from);
-                if (row < num_rows) {
+                if (row < num_rows && column < p.head_dim_vo) {
                     *reinterpret_cast<uint4*>(p.o + offset) = x;
                 }
             });
