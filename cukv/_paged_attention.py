@@ -167,7 +167,7 @@ class PagedAttention:
         num_tokens = table.indices.size * table.page_size
         sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
         tile = choose_tile(op, self._pages, self._aligned, *sizes, batch_invariant, self._paged)
-        grid = choose_grid(tile, num_kv_heads, num_tokens, self._pages.first.device)
+        grid = choose_grid(tile, num_kv_heads, self._pages.first.device)
         cut = Cut(
             rows=tile.rows,
             head_dim_vo=tile.head_dim_vo,

@@ -185,8 +185,8 @@ class Sm90Tile(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Keys of a step: as many as there is shared memory for."""
-        return 64 if self.head_dim_vo > 128 else 128
+        """Keys of a step."""
+        return 128
 
     @property
     def slots(self) -> int:
@@ -243,8 +243,9 @@ Tile = DecodeTile | PrefillTile | Sm90Tile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
-# Sizes that prefill_sm90 has tiles for, each exactly.
-_SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+# Sizes that prefill_sm90 has tiles for, each exactly; of the last only for ragged keys, since pages
+# take registers that are not there.
+_SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 
 
 def _attention_dims() -> Iterator[tuple[Any, tuple[int, int]]]:
@@ -279,6 +280,7 @@ def sm90_tiles() -> tuple[Sm90Tile, ...]:
         for dims in _SM90_HEAD_DIMS
         for paged in (False, True)
         for capped in (False, True)
+        if not (paged and max(dims) > 128)
     )
 
 

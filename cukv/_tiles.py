@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cukv._specialisations import DecodeTile, PrefillTile, Tile
 
 _SHORT_TOKENS = 2048  # of a request
+_MAX_HEADS_AT_ONCE = 8  # KV heads that prefill_sm90 works on
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
@@ -93,12 +94,14 @@ def portable_tile(tile: Tile, aligned: bool) -> Tile:
     )
 
 
-def choose_grid(tile: Tile, num_kv_heads: int, num_tokens: int, device: int) -> Grid:
+def choose_grid(tile: Tile, num_kv_heads: int, device: int) -> Grid:
     """Deal work to as many CTAs as run at a time."""
     num_ctas = num_sms(device) * ctas_per_sm(tile, device)
     num_parts = max(1, num_ctas // num_kv_heads)
     if isinstance(tile, Sm90Tile):
-        return Grid(num_ctas, num_parts, 1)
+        # Keys of so many heads stay in the L2.
+        heads = max(n for n in range(1, _MAX_HEADS_AT_ONCE + 1) if num_kv_heads % n == 0)
+        return Grid(num_ctas, num_parts, heads)
     return Grid(num_parts * num_kv_heads, num_parts, num_kv_heads)
 
 
