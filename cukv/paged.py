@@ -493,7 +493,8 @@ return_lse
         Notes
         -----
         Current stream, no synchronisation. A call without ``plan`` makes one: one more launch and
-        memory for its work. Source: kernels/decode.cu, kernels/prefill_sm80.cu, kernels/plan.cu.
+        memory for its work. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
+        kernels/prefill_sm90.cu, kernels/plan.cu.
         """
         op = "PagedKVCache.prefill"
         require_ragged(op, q=q)

@@ -316,7 +316,7 @@ class RaggedTensor(ArrayNoun):
         On a GPU: current stream, no synchronisation; without ``plan`` each call plans by one more
         launch, and raises while the stream is captured. Unequal indptrs of k and v raise on NumPy
         only; on a GPU k's counts. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
-        kernels/plan.cu.
+        kernels/prefill_sm90.cu, kernels/plan.cu.
         """
         op = "RaggedTensor.prefill"
         key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
