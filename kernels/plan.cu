@@ -218,7 +218,7 @@ struct TileWriter {
         return {rows.first_page,        rows.first_q_row, rows.kv_len - rows.qo_len,
                 tile.first_row,         tile.num_rows,    tile.first_token + begin,
                 tile.first_token + end, item_idx,         num,
-                num > 1 ? slot : -1,    next_slot,        rows.kv_len};
+                num > 1 ? slot : -1,    next_slot};
     }
 
     __device__ __forceinline__ void put(int64_t idx, const Item& item, int32_t first_of) const {

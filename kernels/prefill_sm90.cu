@@ -49,7 +49,8 @@ struct PrefillSm90Cta {
     static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
     static constexpr int THREADS = (TEAMS + 1) * TEAM_THREADS;
     // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has.
-    static constexpr int SERVER_REGISTERS = 56, TEAM_REGISTERS = 224;
+    static constexpr int SERVER_REGISTERS = HEAD_DIM_VO > 64 ? 56 : 88;
+    static constexpr int TEAM_REGISTERS = HEAD_DIM_VO > 64 ? 224 : 208;
     static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
 
     using Queries = OperandTile<TEAM_ROWS, HEAD_DIM_QK, false>;

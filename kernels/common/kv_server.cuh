@@ -205,7 +205,7 @@ __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& 
     dealer.finish();
 }
 
-// Values, step by step. Rows behind the request's keys may hold NaN, which a weight of 0 does not
+// Values, step by step. Rows behind the item's keys may hold NaN, which a weight of 0 does not
 // hide: they become zeros.
 template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem& smem) {
@@ -222,7 +222,7 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
         for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
              token -= Cta::TOKENS) {
             const auto piece = copy.find(item, token);
-            const int num_keys = max(item.kv_len - token, 0);
+            const int num_keys = max(item.end_token - token, 0);
             char* tile = smem.v[at.stage];
             uint64_t& full = smem.v_full[at.stage];
             mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
