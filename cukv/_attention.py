@@ -12,15 +12,13 @@ from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home,
 from cukv._check import match, match_dtype, match_rows, match_writable
 from cukv._index import host_scale
 from cukv._plan import Plan
-from cukv.masks import PackedMask, RaggedMask
+from cukv.masks import Mask, PackedMask, RaggedMask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cukv._pages import PagePair
     from cukv.page_table import PageTable
-
-Mask = RaggedMask | PackedMask
 
 _FLOAT64 = np.dtype(np.float64)
 _HALVES = (FLOAT16, BFLOAT16)
@@ -31,9 +29,9 @@ def no_kernel(op: str, what: str = "it") -> NotImplementedError:
     """Make the error of attention that no kernel does yet."""
     return NotImplementedError(
         f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
-        "gather, merge_states, and, without custom masks, PagedKVCache.decode, "
-        "PagedKVCache.prefill and RaggedTensor.prefill; custom masks, MLAPagedCache.decode and "
-        "CascadeLevels.attend work on NumPy arrays (.to_host())"
+        "gather, merge_states, PagedKVCache.decode, PagedKVCache.prefill and "
+        "RaggedTensor.prefill; MLAPagedCache.decode and CascadeLevels.attend work on NumPy arrays "
+        "(.to_host())"
     )
 
 
@@ -159,13 +157,12 @@ class PagedCall(NamedTuple):
     table: PageTable
     causal: bool
     window_left: int
+    custom_mask: Mask | None = None
 
 
-def check_paged_call(
-    call: PagedCall, pages: PagePair, custom_mask: Mask | None = None
-) -> tuple[tuple[tuple[str, Any], ...], Any]:
+def check_paged_call(call: PagedCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Check a call against a paged cache: (what a plan depends on, home)."""
-    op, q, qo_indptr, table, causal, window_left = call
+    op, q, qo_indptr, table, causal, window_left, custom_mask = call
     pages.check_table(op, table)
     k, _ = pages
     _, page_size, num_kv_heads, head_dim = k.array.shape

@@ -158,9 +158,9 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
     return Layout(tuple(names), (*codes, f"{tail}x"), size + tail, alignment)
 
 
-def packer(struct_name: str) -> Callable[..., bytes]:
-    """Give ``pack(*fields) -> bytes`` for a struct of kernels/common, in declared order."""
-    return struct.Struct(struct_layout(struct_name).format).pack
+def packer(struct_name: str, kernel_name: str | None = None) -> Callable[..., bytes]:
+    """Give ``pack(*fields) -> bytes`` for a struct of kernels/common or of one kernel, in order."""
+    return struct.Struct(struct_layout(struct_name, kernel_name).format).pack
 
 
 # -------------------------------------------------------------------------------------- compiling

@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 
-from cukv._arrays import (
-    BFLOAT16,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    FLOAT16,
-    FLOAT32,
-    Array,
-    as_array,
-    empty,
-    home,
-)
+from cukv._arrays import FLOAT32, Array, as_array, empty, home
 from cukv._attention import (
     PagedCall,
+    check_mask,
     check_options,
     check_paged_call,
     check_results,
@@ -32,27 +23,25 @@ from cukv._attention import (
     output_dtype,
     require_plan,
 )
+from cukv._attention_launch import bind
 from cukv._check import match_aligned, match_rows
-from cukv._index import host_scale, pack_divisor, pack_scales
-from cukv._kernels import WARP, BoundLaunch, kernel, packer
-from cukv._plan import Cut, Plan, WorkSizes
-from cukv._specialisations import Sm90Tile
-from cukv._tensor_maps import KvMaps, MappedLaunch, Rows, are_paged, kv_maps
-from cukv._tiles import Grid, choose_grid, choose_tile, portable_tile
+from cukv._index import host_scale, pack_scales
+from cukv._plan import Batch, Cut, Plan, WorkSizes
+from cukv._specialisations import Sm90Tile, sm90_tiles
+from cukv._tensor_maps import KvMaps, are_paged, kv_maps
+from cukv._tiles import Grid, choose_grid, choose_tiles, portable_tile
+from cukv.masks import PackedMask
 
 if TYPE_CHECKING:
+    from cukv._kernels import BoundLaunch
     from cukv._pages import PagePair
-    from cukv._plan import WorkList
+    from cukv._plan import WorkLists
     from cukv._specialisations import Tile
+    from cukv.masks import Mask
 
-_pack_query_rows = packer("QueryRows")
-
-# kernels/common/queries.cuh KIND_*
-_KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
 _MAX_HEAD_DIM = 256
 _MAX_REMEMBERED = 256  # signatures of a cache
 _AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
-_PER_CALL = ("table", "q", "o", "lse", "sinks", "work", "q_scale", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,8 +50,8 @@ class _Kind:
 
     key: tuple[tuple[str, Any], ...]
     device: int
-    tile: Tile | None = None  # None: there is nothing to attend from
-    grid: Grid | None = None
+    # Of each work list; none: there is nothing to attend from.
+    tiles: tuple[tuple[Tile, Grid], ...] = ()
     sizes: WorkSizes | None = None
 
 
@@ -76,14 +65,15 @@ class _Launches(NamedTuple):
     """The launches of calls whose arrays and options are of one signature, which are checked."""
 
     options: dict[str, Any]
-    of_tiles: dict[tuple[Tile, Grid], BoundLaunch]
+    # By kernel too: tiles of two may compare equal.
+    of_tiles: dict[tuple[str, Tile, Grid], BoundLaunch]
 
 
 class _Prepared(NamedTuple):
     """What calls of one signature share: that of their arrays and options, and of their plans."""
 
     kind: _Kind  # of the plan that a call without one makes
-    launch: BoundLaunch | None  # None: there is nothing to attend from
+    launches: tuple[BoundLaunch, ...]  # of each work list
 
 
 class PagedAttention:
@@ -122,13 +112,13 @@ class PagedAttention:
     # -------------------------------------------------------------------------------------- plans
 
     def plan(self, call: PagedCall, batch_invariant: bool) -> Plan:
-        """Make the work list of calls like this one."""
+        """Make the work lists of calls like this one."""
         kind = self._kind(call, batch_invariant)
         return Plan(call.op, kind.key, _make_work(kind, call))
 
     def _kind(self, call: PagedCall, batch_invariant: bool) -> _Kind:
         """Give what plans like this one share, checked and sized at the first of them."""
-        op, q, qo_indptr, table, causal, window_left = call
+        op, q, qo_indptr, table, causal, window_left, _ = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -144,6 +134,7 @@ class PagedAttention:
             table.indices.size,
             causal,
             window_left,
+            _mask_signature(call),
             batch_invariant,
         )
         kind = self._kinds.get(signature)
@@ -157,37 +148,50 @@ class PagedAttention:
             _remember(self._kinds, signature, kind)
         return kind
 
-    def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[Tile, Grid, WorkSizes]:
-        """Choose a tile and a grid, and find the sizes of their work lists."""
-        op, q, qo_indptr, table, causal, window_left = call
+    def _work(
+        self, call: PagedCall, batch_invariant: bool
+    ) -> tuple[tuple[tuple[Tile, Grid], ...], WorkSizes]:
+        """Choose tiles and grids, and find the sizes of their work lists."""
+        op, q, qo_indptr, table, causal, window_left, custom_mask = call
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
         num_kv_heads = self._pages.first.array.shape[2]
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
-        tile = choose_tile(op, self._pages, self._aligned, *sizes, batch_invariant, self._paged)
-        grid = choose_grid(tile, num_kv_heads, self._pages.first.device)
-        cut = Cut(
-            rows=tile.rows,
-            head_dim_vo=tile.head_dim_vo,
-            step_tokens=tile.tokens,
-            round_steps=tile.round_steps,
-            item_steps=tile.item_steps,
-            num_parts=grid.num_parts,
+        paged = self._paged if custom_mask is None else None  # only the portable kernel has masks
+        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, paged)
+        device = self._pages.first.device
+        tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
+        cuts = [
+            Cut(
+                rows=tile.rows,
+                head_dim_vo=tile.head_dim_vo,
+                step_tokens=tile.tokens,
+                round_steps=tile.round_steps,
+                item_steps=tile.item_steps,
+                num_parts=grid.num_parts,
+                min_rows=min_rows,
+                max_rows=max_rows,
+            )
+            for (tile, grid), (_, min_rows, max_rows) in zip(tiles, served, strict=True)
+        ]
+        elements = None
+        if custom_mask is not None:
+            bits = 8 if isinstance(custom_mask, PackedMask) else 1  # of a byte of data
+            elements = custom_mask.data.size * bits
+        batch = Batch(
+            table.batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements
         )
-        work_sizes = WorkSizes(
-            cut,
-            table,
-            num_rows,
-            group_size,
-            num_kv_heads,
-            one_row=one_row,
+        return tuple(tiles), WorkSizes(
+            tuple(cuts),
+            batch,
+            table.device,
             causal=causal and not one_row,  # one row sees all keys up to its own
             window_left=window_left,
             batch_invariant=batch_invariant,
+            mask_kind=None if custom_mask is None else type(custom_mask),
         )
-        return tile, grid, work_sizes
 
     def _check(self, op: str) -> None:
         """Raise unless the kernel takes this cache."""
@@ -220,7 +224,7 @@ class PagedAttention:
         v; ``results`` are ``out``, ``lse`` and ``return_lse``. All of them are as the caller gave
         them.
         """
-        op, q, qo_indptr, table, causal, window_left = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -246,6 +250,7 @@ class PagedAttention:
             None if sinks is None else _signature(sinks),
             None if out is None else _signature(out),
             None if lse is None else _signature(lse),
+            custom_mask is not None,
         )
         # A plan is checked once for all of its kind, or below if it has no work list.
         work = plan.work if type(plan) is Plan else None
@@ -255,6 +260,7 @@ class PagedAttention:
             table.device,
             table.batch_size,
             table.indices.size,
+            _mask_signature(call),
             None if work is None else work.kind,
         )
         prepared = self._prepared.get(signature)
@@ -270,16 +276,19 @@ class PagedAttention:
             out = empty(op, (*q.shape[:2], self._head_dim_vo), output_dtype(q), cp, like=q)
         if lse is None and return_lse:
             lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
-        if work is not None and prepared.launch is not None:
-            prepared.launch(
-                table.packed,
-                q.data.ptr,
-                out.data.ptr,
-                0 if lse is None else lse.data.ptr,
-                0 if sinks is None else sinks.data.ptr,
-                work.packed,
-                *factors,
-            )
+        if work is not None:
+            if work.mask is not custom_mask:
+                _require_mask(op, work, custom_mask)
+            for launch, packed in zip(prepared.launches, work.packed, strict=True):
+                launch(
+                    table.packed,
+                    q.data.ptr,
+                    out.data.ptr,
+                    0 if lse is None else lse.data.ptr,
+                    0 if sinks is None else sinks.data.ptr,
+                    packed,
+                    *factors,
+                )
         return (out, lse) if return_lse else out
 
     def _prepare(
@@ -291,7 +300,7 @@ class PagedAttention:
         arrays: tuple[Any, ...],
     ) -> _Prepared:
         """Check a call, and find the launch of all calls like it; ``arrays`` is their signature."""
-        op, q, qo_indptr, table, causal, window_left = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask = call
         sm_scale, logits_soft_cap, sinks = logits
         out, lse = results
         signature = (qo_indptr is None, *arrays)
@@ -314,106 +323,77 @@ class PagedAttention:
                 match_aligned(op, "sinks", sinks)
             check_results(op, q, self._head_dim_vo, out, lse)
             options |= {"causal": causal and qo_indptr is not None, "sinks": None}  # keep no array
+            if custom_mask is not None:  # which replaces the one, and has the other
+                options |= {"causal": False, "window_left": -1}
             launches = _Launches(options, {})
             _remember(self._launches, signature, launches)
         kind = self._kind(call, batch_invariant=False)
         require_plan(op, plan, kind.key)
-        tile, grid = kind.tile, kind.grid
-        if tile is None or grid is None:
-            return _Prepared(kind, None)
-        if plan is not None and plan.work is not None:
-            tile, grid = self._tile_of_plan(op, plan.work, table.device)
-        if isinstance(tile, Sm90Tile):
-            tile = tile._replace(capped=bool(launches.options["logits_soft_cap"]))
-        launch = launches.of_tiles.get((tile, grid))
-        if launch is None:
-            launch = self._bind(tile, grid, q, launches.options, sinks, out, lse)
-            launches.of_tiles[tile, grid] = launch
-        return _Prepared(kind, launch)
+        tiles = kind.tiles
+        if tiles and plan is not None and plan.work is not None:
+            tiles = self._tiles_of_plan(op, plan.work, table.device)
+        bound = []
+        for tile, grid in tiles:
+            tile, grid = self._suited(tile, grid, bool(launches.options["logits_soft_cap"]))
+            name = (tile.kernel, tile, grid)
+            if name not in launches.of_tiles:
+                maps = self._kv_maps(tile) if isinstance(tile, Sm90Tile) else None
+                mine = (self._pages, maps, launches.options)
+                launches.of_tiles[name] = bind(tile, grid, *mine, q, sinks, out, lse)
+            bound.append(launches.of_tiles[name])
+        return _Prepared(kind, tuple(bound))
 
-    def _bind(
-        self,
-        tile: Tile,
-        grid: Grid,
-        q: Array,
-        options: dict[str, Any],
-        sinks: Array | None,
-        out: Array | None,
-        lse: Array | None,
-    ) -> BoundLaunch:
-        """Prepare the launch of calls of one signature."""
-        k, v = self._pages
-        heads, num_kv_heads = q.shape[:2], k.array.shape[2]
-        out_dtype = output_dtype(q) if out is None else out.dtype
-        out_vector = 4 * out_dtype.itemsize  # bytes that are stored together
-        if isinstance(tile, Sm90Tile):
-            out_vector = 16
-        bind = functools.partial(
-            kernel(tile.kernel, k.device, **tile.template_args).bind,
-            grid.num_ctas,
-            tile.warps * WARP,
-            tile.smem_bytes,
-            per_call=_PER_CALL,
-            k_cache=k.packed,
-            v_cache=v.packed,
-            q_rows=_pack_rows(q, 16),
-            o_rows=_pack_rows(out, out_vector, (*heads, self._head_dim_vo), out_dtype),
-            lse_rows=_pack_rows(lse, 4, heads, FLOAT32),
-            sinks_stride=0 if sinks is None else sinks.strides[0],
-            group=pack_divisor(q.shape[1] // num_kv_heads),
-            sinks_kind=0 if sinks is None else _KINDS[sinks.dtype],
-            head_dim=k.array.shape[3],
-            head_dim_vo=self._head_dim_vo,
-            sm_scale=options["sm_scale"],
-            logits_soft_cap=options["logits_soft_cap"] or 0.0,
-            causal=options["causal"],
-            window_left=min(options["window_left"], 1 << 30),
-            evict_first=tile.rows <= 16,  # rows beyond a tile read the same keys again
-        )
-        if not isinstance(tile, Sm90Tile):
-            return bind()
+    def _kv_maps(self, tile: Sm90Tile) -> KvMaps:
+        """Give the tensor maps of keys and values, made once."""
         if self._maps is None:
             self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
-        o_shape = (*heads, self._head_dim_vo)
-        o_strides = _contiguous(o_shape, out_dtype) if out is None else out.strides
-        return MappedLaunch(
-            functools.partial(bind, heads_at_once=grid.heads, **self._maps._asdict()),
-            Rows(q.shape, q.strides, q.dtype),
-            Rows(o_shape, o_strides, out_dtype),
-            q.shape[1] // num_kv_heads,
-        )
+        return self._maps
 
-    def _tile_of_plan(self, op: str, work: WorkList, device: int) -> tuple[Tile, Grid]:
+    def _suited(self, tile: Tile, grid: Grid, capped: bool) -> tuple[Tile, Grid]:
+        """Give the tile that works off a list in a call: the portable one where Hopper's cannot."""
+        if not isinstance(tile, Sm90Tile):
+            return tile, grid
+        tile = tile._replace(capped=capped)
+        if tile.paged == self._paged and tile in sm90_tiles():
+            return tile, grid
+        heads = int(self._pages.first.array.shape[2])
+        grid = Grid(grid.num_parts * heads, grid.num_parts, heads)
+        return portable_tile(tile, self._aligned), grid
+
+    def _tiles_of_plan(
+        self, op: str, work: WorkLists, device: int
+    ) -> tuple[tuple[Tile, Grid], ...]:
         """Give what a plan settled on, or raise if it cannot serve this cache."""
-        tile: Tile = work.kind.tile
-        grid: Grid = work.kind.grid
+        tiles: tuple[tuple[Tile, Grid], ...] = work.kind.tiles
+        return tuple(self._tile_of_plan(op, *tile, work.kind.device, device) for tile in tiles)
+
+    def _tile_of_plan(
+        self, op: str, tile: Tile, grid: Grid, planned: int, device: int
+    ) -> tuple[Tile, Grid]:
         if tile.head_dim_vo < self._head_dim_vo:  # a plan of ragged keys was not told of v
             raise NotImplementedError(
                 f"{op}: the plan is for values of at most {tile.head_dim_vo} elements, "
                 f"got {self._head_dim_vo}; leave out plan="
             )
-        if isinstance(tile, Sm90Tile):
-            if tile.paged != self._paged:
-                tile = portable_tile(tile, self._aligned)
-                heads = int(self._pages.first.array.shape[2])
-                grid = Grid(grid.num_parts * heads, grid.num_parts, heads)
-        elif tile.aligned != self._aligned:
+        if not isinstance(tile, Sm90Tile) and tile.aligned != self._aligned:
             raise ValueError(
                 f"{op}: the plan was made for a cache that is aligned to 16 bytes "
                 f"({tile.aligned}), got one that is ({self._aligned})"
             )
-        if work.kind.device != device:
-            raise ValueError(f"{op}: the plan was made for device={work.kind.device}, got {device}")
+        if planned != device:
+            raise ValueError(f"{op}: the plan was made for device={planned}, got {device}")
         return tile, grid
 
 
-def _make_work(kind: _Kind, call: PagedCall) -> WorkList | None:
-    """Make a work list; None: there is nothing to attend from."""
-    return None if kind.sizes is None else kind.sizes.make(call.table, call.qo_indptr, kind)
+def _make_work(kind: _Kind, call: PagedCall) -> WorkLists | None:
+    """Make work lists; None: there is nothing to attend from."""
+    if kind.sizes is None:
+        return None
+    return kind.sizes.make(call.table, call.qo_indptr, call.custom_mask, kind)
 
 
-def _work_of_call(call: PagedCall, plan: Plan | None, kind: _Kind) -> WorkList | None:
-    """Make the work list of a call that brings none; None: there is nothing to attend from."""
+def _work_of_call(call: PagedCall, plan: Plan | None, kind: _Kind) -> WorkLists | None:
+    """Make the work lists of a call that brings none; None: there is nothing to attend from."""
     if plan is not None:
         require_plan(call.op, plan, kind.key)
         if kind.sizes is not None:
@@ -432,22 +412,21 @@ def _signature(array: Array) -> tuple[Any, ...]:
     return (array.shape, array.dtype, array.strides, data.ptr % 16, data.device_id)
 
 
-def _pack_rows(
-    array: Array | None, vector_bytes: int, shape: tuple[int, ...] = (), dtype: Any = None
-) -> bytes:
-    """Pack an array [rows, heads, ...]; one that is not there yet will be contiguous."""
-    if array is None:
-        pointer, (row, head) = 0, _contiguous((*shape, 1)[:3], dtype)[:2]
-    else:
-        pointer, (row, head), dtype = array.data.ptr, array.strides[:2], array.dtype
-    aligned = (pointer | row | head) % vector_bytes == 0
-    return _pack_query_rows(row, head, _KINDS[dtype], aligned)
+def _mask_signature(call: PagedCall) -> tuple[Any, ...] | None:
+    """Name what work lists depend on of a call's mask, but for its addresses."""
+    mask = call.custom_mask
+    if mask is None:
+        return None
+    check_mask(call.op, mask, call.table.batch_size)
+    data = mask.data
+    return (type(mask), data.shape, data.data.device_id if type(data) is cp.ndarray else None)
 
 
-def _contiguous(shape: tuple[int, ...], dtype: Any) -> tuple[int, int, int]:
-    """Give the byte strides of a new array ``[rows, heads, dim]``."""
-    _, heads, dim = shape
-    return heads * dim * dtype.itemsize, dim * dtype.itemsize, dtype.itemsize
+def _require_mask(op: str, work: WorkLists, mask: Mask | None) -> None:
+    """Raise unless a plan was made from this mask: its bits are in the work lists."""
+    mine = work.mask
+    if mine is None or mask is None or mine.data.data.ptr != mask.data.data.ptr:
+        raise ValueError(f"{op}: the plan was made for another custom_mask")
 
 
 def _remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], value: Any) -> None:

@@ -80,7 +80,8 @@ class DecodeTile(NamedTuple):
         """Size of ``DecodeCta::Smem`` in kernels/decode.cu."""
         per_token = (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
         ring = self.warps * self.stages * (self.tokens * per_token + 4)
-        states = self.warps * self.rows * 4 * (self.head_dim_vo + 8 + 2)
+        ring += self.warps * self.tokens * 16
+        states = self.warps * self.rows * 4 * (self.head_dim_vo + 4 + 2)
         queries = 2 * self.rows * (2 * (self.head_dim + 8) + 4)
         return int(-(-(ring + states + queries + 4) // 1024) * 1024)
 
@@ -123,7 +124,9 @@ class PrefillTile(NamedTuple):
     @property
     def scores(self) -> int:
         """Keys that a warp scores at a time: as many as there are registers for."""
-        return 16 if self.head_dim_vo > 128 else 32
+        if self.head_dim_vo > 128:
+            return 16
+        return 32 if self.dtype in FP8 else 64
 
     @property
     def round_steps(self) -> int:
@@ -149,8 +152,9 @@ class PrefillTile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
+        ring += self.tokens * 16
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        item = 48 + 20 * self.warps + 8
+        item = 2 * 48 + (24 + 24) * self.warps + 16
         return int(-(-(ring + queries + 2 * 8 + item) // 1024) * 1024)
 
     @property
@@ -243,8 +247,8 @@ Tile = DecodeTile | PrefillTile | Sm90Tile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
-# Sizes that prefill_sm90 has tiles for, each exactly; of the last only for ragged keys, since pages
-# take registers that are not there.
+# Sizes that prefill_sm90 has tiles for, each exactly; of the last only for ragged keys and logits
+# without a cap, since pages and caps take registers that are not there.
 _SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 
 
@@ -280,7 +284,7 @@ def sm90_tiles() -> tuple[Sm90Tile, ...]:
         for dims in _SM90_HEAD_DIMS
         for paged in (False, True)
         for capped in (False, True)
-        if not (paged and max(dims) > 128)
+        if max(dims) <= 128 or not (paged or capped)
     )
 
 
@@ -310,6 +314,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "decode": [tile.template_args for tile in decode_tiles()],
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
+        "mask_tiles": [{"BITS": is_bits} for is_bits in ("true", "false")],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],

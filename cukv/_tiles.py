@@ -1,19 +1,43 @@
-"""Which tile, and so which kernel, serves an attention call: chosen by sizes, in one place."""
+"""Which tiles, and so which kernels, serve an attention call: chosen by sizes, in one place."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
 from cukv._kernels import arch_of, num_sms, smem_limits
-from cukv._specialisations import Sm90Tile, decode_tiles, prefill_tiles, runs_on, sm90_tiles
+from cukv._specialisations import (
+    PrefillTile,
+    Sm90Tile,
+    decode_tiles,
+    prefill_tiles,
+    runs_on,
+    sm90_tiles,
+)
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._specialisations import DecodeTile, PrefillTile, Tile
+    from cukv._specialisations import DecodeTile, Tile
 
 _SHORT_TOKENS = 2048  # of a request
+_LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
 _MAX_HEADS_AT_ONCE = 8  # KV heads that prefill_sm90 works on
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
+
+
+# So many packed rows, of all requests, are never worth a second launch.
+_FEW_ROWS = 2048
+# A request of so many packed rows or fewer is better off with the tiles of decode, even with two of
+# them: a tile of 128 rows takes the tensor cores longer than two read the same keys.
+_SHORT_ROWS = 32
+_ALL_ROWS = (0, (1 << 31) - 1)
+
+
+class Served(NamedTuple):
+    """A tile, and which requests it serves: those of min_rows to max_rows packed rows."""
+
+    tile: Tile
+    min_rows: int
+    max_rows: int
 
 
 class Grid(NamedTuple):
@@ -24,7 +48,7 @@ class Grid(NamedTuple):
     heads: int  # KV heads that are worked on at a time
 
 
-def choose_tile(
+def choose_tiles(
     op: str,
     pages: PagePair,
     aligned: bool,
@@ -35,8 +59,8 @@ def choose_tile(
     one_row: bool,
     batch_invariant: bool,
     paged: bool | None,
-) -> Tile:
-    """Choose a tile by the sizes of a call.
+) -> tuple[Served, ...]:
+    """Choose a tile by the sizes of a call, or two: for requests of few rows and of many.
 
     A batch-invariant one must not depend on the batch. ``paged`` tells of keys and values that
     tensor maps can read whether they lie in pages; None: they cannot.
@@ -60,27 +84,54 @@ def choose_tile(
             f"has {smem_limits(device)[0]}"
         )
 
+    # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
+    # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
+    # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
+    # 480 us for 490; 16 of 8192: the same; 16 of 1024: 21 for 18).
+    tiles_per_sm = batch_size * k.shape[2] / num_sms(device)
+    token_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    bytes_per_sm = num_tokens * token_bytes / num_sms(device)
+    many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
+    if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
+        tiles.reverse()
+
     # As many rows as the average request has, if a tile holds them.
     packed = group_size if one_row else -(-num_rows * group_size // batch_size)
     if batch_invariant and not one_row:
         packed = 16
+    if one_row or batch_invariant:
+        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
+    if batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
+        return (Served(_on_hopper(_of_rows(tiles, packed), pages, paged), *_ALL_ROWS),)
+    # A long prompt may be among requests of a row or few, whatever the average.
+    few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
+    many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
+    if not many_rows:
+        return (Served(_of_rows(few, packed), *_ALL_ROWS),)
+    return (
+        Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
+        Served(
+            _on_hopper(_of_rows(many_rows, packed), pages, paged), _SHORT_ROWS + 1, _ALL_ROWS[1]
+        ),
+    )
+
+
+def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:
+    """Give the first of the narrowest tiles that hold so many packed rows, or of the widest."""
     most = max(tile.rows for tile in tiles)
     rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
-    tiles = [tile for tile in tiles if tile.rows == rows]
+    return next(tile for tile in tiles if tile.rows == rows)
 
-    # Hopper's own kernel, where it takes what the tile would.
-    if not one_row and runs_on("prefill_sm90", arch_of(device)):
-        for sm90 in sm90_tiles():
-            if (*sm90[:4], sm90.rows) == (k.dtype, k.shape[3], v.shape[3], paged, rows):
-                return sm90
 
-    # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
-    # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
-    # us for 204; 128 of 2048: the same).
-    many = batch_size * k.shape[2] > 2 * num_sms(device)
-    if batch_invariant or (many and num_tokens <= _SHORT_TOKENS * batch_size):
-        tiles.reverse()
-    return tiles[0]
+def _on_hopper(tile: Tile, pages: PagePair, paged: bool | None) -> Tile:
+    """Give Hopper's own tile in place of a portable one, where there is one."""
+    k, v = pages.first.array, pages.second.array
+    if isinstance(tile, PrefillTile) and runs_on("prefill_sm90", arch_of(pages.first.device)):
+        for other in sm90_tiles():
+            sizes = (k.dtype, k.shape[3], v.shape[3], paged, tile.rows)
+            if (*other[:4], other.rows) == sizes:
+                return other
+    return tile
 
 
 def portable_tile(tile: Tile, aligned: bool) -> Tile:

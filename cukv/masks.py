@@ -233,8 +233,7 @@ class PackedMask(ArrayNoun):
     @property
     def indptr(self) -> Array:
         """Where each request starts in ``data``, ``[batch_size + 1]``, in bytes."""
-        given: Array | None = self._indptr  # type: ignore[attr-defined]
-        if given is not None:
+        if (given := given_indptr(self)) is not None:
             return given
         op = "PackedMask.indptr"
         elements = _mask_indptr(op, self.qo_indptr, self.kv_indptr)
@@ -268,6 +267,14 @@ class PackedMask(ArrayNoun):
                 f"{op}: request {b} has {elements[b]} mask elements and needs {needed[b]} bytes, "
                 f"but indptr[{b}] = {indptr[b]}, indptr[{b + 1}] = {indptr[b + 1]}"
             )
+
+
+def given_indptr(mask: PackedMask) -> Array | None:
+    """Give where requests start as the mask was told, None if it works it out."""
+    return mask._indptr  # type: ignore[attr-defined]
+
+
+Mask = RaggedMask | PackedMask
 
 
 # -------------------------------------------------------------------------------------- operations

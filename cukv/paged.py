@@ -11,13 +11,11 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import (
-    Mask,
     PagedCall,
     check_options,
     check_paged_call,
     flat_mask,
     host_scales,
-    no_kernel,
     require_plan,
     run_on_host,
 )
@@ -35,6 +33,7 @@ from cukv.ragged import (
 )
 
 if TYPE_CHECKING:
+    from cukv.masks import Mask
     from cukv.page_table import PageTable
 
 
@@ -350,18 +349,18 @@ class PagedKVCache(ArrayNoun):
 
         Notes
         -----
-        One launch on the current stream, no synchronisation. Source: kernels/plan.cu.
+        One launch on the current stream, two with a mask, no synchronisation. Source:
+        kernels/plan.cu, kernels/mask_tiles.cu.
         """
         ragged = isinstance(q, RaggedTensor)
         op = "PagedKVCache.prefill" if ragged else "PagedKVCache.decode"
         rows, qo_indptr = as_rows(op, "q", q), q.indptr if ragged else None
-        call = PagedCall(op, rows, qo_indptr, table, bool(causal), window_left)
-        if self._attention is not None and custom_mask is None:
+        if custom_mask is not None and not ragged:
+            raise ValueError(f"{op}: takes no custom_mask")
+        call = PagedCall(op, rows, qo_indptr, table, bool(causal), window_left, custom_mask)
+        if self._attention is not None:
             return self._attention.plan(call, bool(batch_invariant))
-        key, xp = check_paged_call(call, self._pages, custom_mask)
-        if xp is cp:
-            raise no_kernel("PagedKVCache.plan", "custom masks")
-        return Plan(op, key)
+        return Plan(op, check_paged_call(call, self._pages)[0])
 
     def decode(
         self,
@@ -485,25 +484,27 @@ return_lse
         Raises
         ------
         NotImplementedError
-            On a GPU: a custom mask, and what ``decode`` does not take there.
+            On a GPU: what ``decode`` does not take there.
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call; on a GPU, no
-            plan for a call that is captured into a graph.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask; on a
+            GPU, no plan for a call that is captured into a graph.
 
         Notes
         -----
-        Current stream, no synchronisation. A call without ``plan`` makes one: one more launch and
-        memory for its work. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
-        kernels/prefill_sm90.cu, kernels/plan.cu.
+        Current stream, no synchronisation. A call without ``plan`` makes one: one more launch, two
+        with a mask, and memory for its work. A plan holds the bits of its mask. Requests of few
+        query rows and of many are served by different kernels. Source: kernels/decode.cu,
+        kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "PagedKVCache.prefill"
         require_ragged(op, q=q)
-        call = PagedCall(op, q.rows, q.indptr, table, bool(causal), window_left)
-        logits, scales = (sm_scale, logits_soft_cap, sinks), (q_scale, k_scale, v_scale)
-        if self._attention is not None and custom_mask is None:
-            return self._attention.attend(call, logits, scales, plan, (out, lse, return_lse))
-        return self._attend_on_host(
-            call, logits, scales, plan, (out, lse, return_lse), custom_mask=custom_mask
+        attend = self._attend_on_host if self._attention is None else self._attention.attend
+        return attend(
+            PagedCall(op, q.rows, q.indptr, table, bool(causal), window_left, custom_mask),
+            (sm_scale, logits_soft_cap, sinks),
+            (q_scale, k_scale, v_scale),
+            plan,
+            (out, lse, return_lse),
         )
 
     def _attend_on_host(
@@ -513,11 +514,10 @@ return_lse
         scales: tuple[Any, Any, Any],
         plan: Plan | None,
         results: tuple[Any, Any, bool],
-        custom_mask: Mask | None = None,
     ) -> Any:
-        """Attend by the definition: ``PagedAttention.attend`` on NumPy arrays, and with a mask."""
-        op, q, qo_indptr, table, causal, window_left = call
-        key, xp = check_paged_call(call, self._pages, custom_mask)
+        """Attend by the definition: ``PagedAttention.attend`` on NumPy arrays."""
+        op, q, qo_indptr, table, causal, window_left, custom_mask = call
+        key, _ = check_paged_call(call, self._pages)
         require_plan(op, plan, key)
         options = check_options(
             op,
@@ -529,8 +529,6 @@ return_lse
             sinks=logits[2],
             like=q,
         )
-        if xp is cp:
-            raise no_kernel(op, "custom masks")
         options |= host_scales(op, q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
         table.validate(self.max_num_pages)
         if qo_indptr is None:

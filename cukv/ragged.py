@@ -11,7 +11,6 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, concatenate, home
 from cukv._attention import (
-    Mask,
     PagedCall,
     check_heads,
     check_mask,
@@ -20,7 +19,6 @@ from cukv._attention import (
     check_window,
     flat_mask,
     host_scales,
-    no_kernel,
     plan_key,
     require_plan,
     run_on_host,
@@ -29,10 +27,12 @@ from cukv._check import bits_hint, check_indptr, match, match_dtype, match_index
 from cukv._index import as_index
 from cukv._noun import ArrayNoun
 from cukv._plan import Plan
-from cukv._ragged_pages import ragged_pages
+from cukv._ragged_pages import checked_pages, ragged_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from cukv.masks import Mask
 
 LAYOUTS = ("NHD", "HND")
 
@@ -229,22 +229,22 @@ class RaggedTensor(ArrayNoun):
         Raises
         ------
         NotImplementedError
-            On a GPU: a custom mask, or what ``prefill`` does not take.
+            On a GPU: what ``prefill`` does not take.
         TypeError, ValueError
             As ``prefill``.
 
         Notes
         -----
-        On a GPU: one launch on the current stream, no synchronisation. Source: kernels/plan.cu.
+        On a GPU: one launch on the current stream, two with a mask, no synchronisation. Source:
+        kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "RaggedTensor.prefill"
         key, xp = self._check_call(op, k, None, causal, window_left, custom_mask)
         if xp is np:
             return Plan(op, key)
-        if custom_mask is not None:
-            raise no_kernel("RaggedTensor.plan", "custom masks")
         pages = ragged_pages(op, k, k)
-        call = PagedCall(op, self.rows, self.indptr, pages.table, bool(causal), window_left)
+        sides = self.rows, self.indptr, pages.table
+        call = PagedCall(op, *sides, bool(causal), window_left, custom_mask)
         return pages.attention.plan(call, bool(batch_invariant))
 
     def prefill(
@@ -306,26 +306,31 @@ class RaggedTensor(ArrayNoun):
         Raises
         ------
         NotImplementedError
-            On a GPU: a custom mask, float32 keys, a head_dim that is no multiple of 8 up to 256, a
-            plan whose tiles are too narrow for v (where ``head_dim_vo`` exceeds ``head_dim``).
+            On a GPU: float32 keys, a head_dim that is no multiple of 8 up to 256, a plan whose
+            tiles are too narrow for v (where ``head_dim_vo`` exceeds ``head_dim``).
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask.
 
         Notes
         -----
         On a GPU: current stream, no synchronisation; without ``plan`` each call plans by one more
-        launch, and raises while the stream is captured. Unequal indptrs of k and v raise on NumPy
-        only; on a GPU k's counts. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
-        kernels/prefill_sm90.cu, kernels/plan.cu.
+        launch, two with a mask, and raises while the stream is captured. A plan holds the bits of
+        its mask. Unequal indptrs of k and v raise on NumPy only; on a GPU k's counts. Source:
+        kernels/decode.cu, kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu,
+        kernels/mask_tiles.cu.
         """
         op = "RaggedTensor.prefill"
-        key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
-        if xp is cp:
-            if custom_mask is not None:
-                raise no_kernel(op, "custom masks")
-            pages = ragged_pages(op, k, v)
+        require_ragged(op, k=k, v=v)
+        pages = checked_pages(k, v, self.rows, self.indptr)
+        if pages is None:
+            key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
+            if xp is cp:
+                pages = ragged_pages(op, k, v)
+                pages.remember(self.rows, self.indptr)
+        if pages is not None:
+            sides = self.rows, self.indptr, pages.table
             return pages.attention.attend(
-                PagedCall(op, self.rows, self.indptr, pages.table, bool(causal), window_left),
+                PagedCall(op, *sides, bool(causal), window_left, custom_mask),
                 (sm_scale, logits_soft_cap, sinks),
                 (q_scale, k_scale, v_scale),
                 plan,

@@ -1,7 +1,9 @@
 """Markers and fixtures that every test file may use."""
 
+import multiprocessing
 import os
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import cupy as cp
@@ -15,6 +17,7 @@ from cukv._arrays import is_available
 pytest_plugins = ["gpu_record"]
 
 BENCH = Path(__file__).parent / "bench"
+MANY_GPU_TESTS = 1000  # want most kernels
 
 # Same examples in every run; no deadline, since a first kernel call compiles.
 hypothesis.settings.register_profile("cukv", derandomize=True, deadline=None, database=None)
@@ -38,6 +41,24 @@ def pytest_collection_modifyitems(config, items):
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_collection_finish(session):
+    """Compile every kernel on all cores where most are wanted: one by one they take minutes."""
+    gpu_tests = [item for item in session.items if item.get_closest_marker("gpu")]
+    if len(gpu_tests) < MANY_GPU_TESTS or session.config.option.collectonly or not is_available():
+        return
+    if hasattr(session.config, "workerinput"):  # pytest -n: workers share the cache on disk
+        return
+    arch = _kernels.arch_of(cp.cuda.Device().id)
+    chosen = [
+        (name, arch, args)
+        for name, table in _kernels.specialisations().items()
+        if _kernels.runs_on(name, arch)
+        for args in table
+    ]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_kernels._cubin, *zip(*chosen, strict=True), chunksize=4))
 
 
 def pytest_runtest_setup(item):

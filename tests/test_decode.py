@@ -226,6 +226,22 @@ def test_a_value_that_says_its_head_comes_out_exactly(xp, group, rng):
         )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_equal_values_come_out_exactly_however_their_weights_are_rounded(xp, dtype, rng):
+    case = PagedCase((1000, 300, 17), 16, 4, 64, dtype=dtype)
+    arrays = case.arrays(rng)
+    v = case.stores(arrays.data)[1]
+    v[...] = np.array([1, 3, 5, 7])[:, None]
+    cache, table = case.nouns(arrays, xp)
+    q = on(xp, case.queries(rng, 3, 8))
+    for sm_scale in (0.1, 0.3, 1.0):
+        o, _ = attend(cache, table, q, sm_scale=sm_scale)
+        want = np.repeat([1, 3, 5, 7], 2)[None, :, None]
+        np.testing.assert_array_equal(
+            to_numpy(o).astype(np.float64), np.broadcast_to(want, (3, 8, 64))
+        )
+
+
 # Lengths: at and beside every multiple of a step, a round of steps and a part that a kernel may
 # have; alone, where they are cut into the most parts, and all in one batch.
 EDGES = sorted({n + d for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048) for d in (-1, 0, 1)})
@@ -1185,6 +1201,29 @@ def test_equal_logits_weigh_the_same_however_large(xp, sign, dtype, q, k):
         top = int(np.argmax(keys))
         for o, _ in attend_numbers(xp, [q], keys, values, dtype=dtype, sm_scale=1.0):
             np.testing.assert_allclose(o, 7.0 if top == 1 else 5.0, rtol=2**-8)
+
+
+# At 2^27 floats are 16 apart: a logit one step above others is 2^16 times their weight, more than
+# fp16 holds, and their sum with any smaller number may round to it.
+def test_logits_one_float_apart_do_not_overflow(xp):
+    kv_len = 1 << 14
+    case = PagedCase((kv_len,), 16, 1, 64, dtype="float16")
+    arrays = case.arrays(np.random.default_rng(0))
+    k, v = case.stores(arrays.data)
+    q = np.zeros((1, 1, 64), np.float16)
+    q[..., 0], q[..., 1] = 2.0**14, 4
+    above = np.arange(kv_len) // 128 % 2 == 1  # in later steps of every warp
+    rows = np.zeros((kv_len, 1, 64), np.float16)
+    rows[..., 0] = 2.0**13
+    rows[..., 1] = np.where(above, 8, 4)[:, None]
+    at = np.arange(kv_len)
+    pages = arrays.indices[at // 16]
+    k[pages, at % 16] = rows
+    v[pages, at % 16] = np.where(above, 2, 1)[:, None, None]
+    cache, table = case.nouns(arrays, xp)
+    o, lse = attend(cache, table, on(xp, q), sm_scale=np.log(2))
+    np.testing.assert_allclose(to_numpy(o).astype(np.float64), 2.0, rtol=2**-10)
+    np.testing.assert_allclose(to_numpy(lse), 2.0**27 + 32, rtol=2**-20)
 
 
 def test_weights_may_sum_to_more_than_fp16_holds(xp):

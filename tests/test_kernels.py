@@ -89,7 +89,7 @@ def test_every_kernel_is_compiled_for_some_architecture():
 
 
 def test_the_gate_notices_products_that_wait_for_each_other(kernel_sources):
-    path = kernel_sources / "prefill_sm90.cu"
+    path = kernel_sources / "common" / "team.cuh"
     waits = "wgmma_wait_group<1>();\n"
     assert path.read_text().count(waits) == 1
     # A branch between products and their wait.
@@ -370,6 +370,9 @@ def test_a_field_that_the_host_cannot_pack_raises(field, kernel_sources):
         ("common/scan.cuh", "SCAN_THREADS", "_kernels", "SCAN_THREADS"),
         ("common/rows.cuh", "MAX_ROWS_PER_CTA", "_rows", "_MAX_ROWS_PER_CTA"),
         ("merge_states.cu", "VECS_PER_LANE", "merge", "_VECS_PER_LANE"),
+        ("common/mask.cuh", "MASK_STEP", "_plan", "_MASK_STEP"),
+        ("mask_tiles.cu", "MASK_THREADS", "_plan", "_MASK_THREADS"),
+        ("plan.cu", "MAX_THREADS", "_plan", "_PLAN_THREADS"),
     ],
 )
 def test_a_constant_of_both_sides_is_one_number(file, constant, module, name):

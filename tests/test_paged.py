@@ -1773,19 +1773,10 @@ def test_attention_mixes_no_homes():
 
 def test_attention_on_the_gpu_says_what_exists():
     cache, table = fakes()
-    ragged_q = RaggedTensor(fake_cupy((2, 4, 64)), fake_cupy(3, "int32"))
     bits = fake_cupy(16, "float8_e4m3fn").view(bool)
     mask = RaggedMask(bits, fake_cupy(3, "int32"), fake_cupy(3, "int32"))
-    for call in (
-        lambda: cache.prefill(ragged_q, table, custom_mask=mask),
-        lambda: cache.plan(ragged_q, table, custom_mask=mask),
-    ):
-        with pytest.raises(
-            NotImplementedError,
-            match=r"^PagedKVCache.*custom masks yet.*without custom masks.*"
-            r"RaggedTensor\.prefill; .*MLAPagedCache\.decode and CascadeLevels\.attend.*to_host",
-        ):
-            call()
+    with pytest.raises(ValueError, match=r"^PagedKVCache.decode: takes no custom_mask"):
+        cache.plan(fake_cupy((2, 4, 64)), table, custom_mask=mask)
     for shape, dtype, message in (
         ((3, 2, 16, 2, 64), "float32", "a cache must be float16, .* on a GPU, got float32"),
         ((3, 2, 16, 2, 60), "bfloat16", "head_dim must be a multiple of 8 up to 256 .*, got 60"),

@@ -16,6 +16,7 @@ from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, 
 from cukv import PagedKVCache, RaggedTensor, _paged_attention, reference
 from cukv._kernels import arch_of
 from cukv._specialisations import Sm90Tile, runs_on, sm90_tiles
+from cukv._tiles import _ALL_ROWS, Served
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +31,7 @@ def on_hopper():
 def forced(monkeypatch):
     """Have prefill_sm90 serve every call that it can: gives the tiles that were chosen."""
     chosen = []
-    choose = _paged_attention.choose_tile
+    choose = _paged_attention.choose_tiles
 
     def choose_hopper(op, pages, aligned, *sizes):
         *_, one_row, batch_invariant, paged = sizes
@@ -39,13 +40,19 @@ def forced(monkeypatch):
         for tile in () if one_row or batch_invariant else sm90_tiles():
             if tile[:4] == wanted:
                 chosen.append(tile)
-                return tile
+                return (Served(tile, *_ALL_ROWS),)
         return choose(op, pages, aligned, *sizes)
 
-    monkeypatch.setattr(_paged_attention, "choose_tile", choose_hopper)
+    monkeypatch.setattr(_paged_attention, "choose_tiles", choose_hopper)
     _paged_attention._kinds_of.cache_clear()
     yield chosen
     _paged_attention._kinds_of.cache_clear()
+
+
+def planned_on_hopper(plan):
+    """Tell whether a plan's work is for prefill_sm90."""
+    ((tile, _),) = plan.work.kind.tiles
+    return isinstance(tile, Sm90Tile)
 
 
 MAPPED = [case for case in PAGE_CASES if case.page_size % 8 == 0]
@@ -76,17 +83,17 @@ def test_any_rows(rows, rng, forced):
     assert bool(forced) == (not rows.dtype.startswith("float8"))
 
 
-# Keys wider than values, which only ragged ones may be.
-@pytest.mark.parametrize("causal", [True, False])
-def test_ragged_keys_wider_than_values(causal, rng, forced):
+# Keys wider than values, which only ragged ones may be; a cap is left to the portable kernel.
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"logits_soft_cap": 5.0}], ids=str)
+def test_ragged_keys_wider_than_values(options, rng, forced):
     qo_lens, kv_lens = (0, 200, 3, 77, 1), (9, 700, 0, 130, 256)
     arrays = prefill_arrays(rng, "bfloat16", (4, 2, 2), (192, 128), qo_lens, kv_lens)
     q, k, v = (
         RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(lens)))
         for x, lens in zip(arrays, (qo_lens, kv_lens, kv_lens), strict=True)
     )
-    got = q.prefill(k, v, causal=causal, return_lse=True)
-    assert_is_prefill(got, arrays, "bfloat16", qo_lens, kv_lens, causal=causal)
+    got = q.prefill(k, v, return_lse=True, **options)
+    assert_is_prefill(got, arrays, "bfloat16", qo_lens, kv_lens, **options)
     assert {t[1:3] for t in forced} == {(192, 128)}
 
 
@@ -235,7 +242,7 @@ def test_a_plan_serves_layers_that_no_map_reads(rng, forced):
     cache, table = case.nouns(arrays, cp)
     q = RaggedTensor(cp.asarray(case.queries(rng, 90, 8)), [0, 80, 90])
     plan = cache.plan(q, table, causal=True)
-    assert isinstance(plan.work.kind.tile, Sm90Tile)
+    assert planned_on_hopper(plan)
     want = cache.prefill(q, table, causal=True, plan=plan)
     # The same contents with heads in descending order of addresses.
     layer = PagedKVCache(tuple(cp.asarray(x[:, :, ::-1].copy())[:, :, ::-1] for x in arrays.data))
@@ -251,7 +258,7 @@ def test_a_ragged_plan_serves_narrower_values(rng, forced):
         for x, lens in zip(arrays, ((150, 3), (200, 90), (200, 90)), strict=True)
     )
     plan = q.plan(k, causal=True)
-    assert isinstance(plan.work.kind.tile, Sm90Tile)
+    assert planned_on_hopper(plan)
     got = q.prefill(k, v, causal=True, plan=plan, return_lse=True)
     assert_is_prefill(got, arrays, "float16", (150, 3), (200, 90), causal=True)
 
@@ -261,5 +268,5 @@ def test_large_calls_choose_it_by_themselves(rng):
         RaggedTensor(cp.asarray(random_rows(rng, (600, n, 128), "bfloat16")), [0, 600])
         for n in (4, 1)
     )
-    assert isinstance(q.plan(k, causal=True).work.kind.tile, Sm90Tile)
-    assert not isinstance(q.plan(k, causal=True, batch_invariant=True).work.kind.tile, Sm90Tile)
+    assert planned_on_hopper(q.plan(k, causal=True))
+    assert not planned_on_hopper(q.plan(k, causal=True, batch_invariant=True))

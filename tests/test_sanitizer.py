@@ -305,6 +305,29 @@ def attend_with_garbage(cache, q, rng, dtype, kind):
         cache.prefill(rows, table, causal=True, window_left=3)
 
 
+def attend_under_masks(cache, table, num_qo_heads, rng):
+    """Attend from few rows and from many under masks of both kinds, too short, and of garbage."""
+    kv_lens = np.array([45, 0, 8, 900, 1])
+    head_dim, dtype = cache.head_dim, "float16" if cache.dtype == np.float16 else "bfloat16"
+    for qo_lens in ((1, 2, 0, 3, 1), (90, 0, 7, 130, 3)):
+        q = random_rows(rng, (sum(qo_lens), num_qo_heads, head_dim), dtype)
+        rows = cukv.RaggedTensor(on(cp, q), indptr_of(qo_lens).tolist())
+        size = int((np.array(qo_lens) * kv_lens).sum())
+        for make, data in (
+            (cukv.RaggedMask, rng.random(size - 1) < 0.5),
+            (cukv.PackedMask, rng.integers(0, 256, size // 8, np.uint8)),
+        ):
+            indptrs = [on(cp, indptr_of(lens)) for lens in (qo_lens, kv_lens)]
+            own = [on(cp, indptr_of([9] * 5))] if make is cukv.PackedMask else []
+            mask = make(on(cp, data), *indptrs, *own)
+            plan = cache.plan(rows, table, custom_mask=mask, window_left=300)
+            for kind in ("as it is", "any bits", "near", "extremes"):
+                for x in (*indptrs, *own) if kind != "as it is" else ():
+                    x[...] = garbage(rng, len(x), x.dtype, kind)
+                plan.update()
+                cache.prefill(rows, table, custom_mask=mask, plan=plan, window_left=300)
+
+
 def attend():
     """Attend in every way, with every array in an allocation of its own."""
     cp.cuda.set_allocator(None)
@@ -331,6 +354,7 @@ def attend():
         out = misaligned(on(cp, np.zeros((5, 2 * group_size, dims[1]), np.float16)))
         off.decode(misaligned(q), table, out=out)
         cache.decode(q, table, plan=cache.plan(q, table, batch_invariant=True), return_lse=True)
+        attend_under_masks(cache, table, 2 * group_size, rng)
         if i < 2:
             for kind in ("any bits", "near", "extremes"):
                 for index_type in (np.int32, np.int64):

@@ -28,7 +28,6 @@ struct AttentionParams {
     float logits_soft_cap;  // 0: off
     int32_t causal;
     int32_t window_left;  // -1: off
-    int32_t evict_first;  // 1: keys and values leave the L2 first
 };
 
 }  // namespace cukv

@@ -17,15 +17,24 @@ __device__ __forceinline__ void bar_sync(int threads) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
 
+// Whether a kernel may be launched before the launches before it have ended.
+#if __CUDA_ARCH__ >= 900
+constexpr bool LAUNCHED_EARLY = true;
+#else
+constexpr bool LAUNCHED_EARLY = false;
+#endif
+
 // Waits until all launches before this one have ended and what they wrote can be read. A kernel that
-// the host launches early comes here before it reads or writes anything but its parameters.
+// the host launches early comes here before it writes anything, and before it relies on anything it
+// reads but its parameters.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next launch be placed, if it is an early one, once every CTA has come here or ended.
+// Lets the next launch be placed, if it is an early one, once a thread of every CTA has come here or
+// the CTA has ended. What it waits for is still the end of this launch.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -73,28 +82,13 @@ __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     return x;
 }
 
-// How the L2 should treat lines: first to be evicted, or as any other.
-__device__ __forceinline__ uint64_t createpolicy_evict_first() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-__device__ __forceinline__ uint64_t createpolicy_evict_unchanged() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
+// Starts bringing the line of an address into the L2. It is a hint: what is read later is what is in
+// memory then, whoever writes it meanwhile.
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // Starts a copy of 16 bytes, of which the first src_bytes are read and the others become zeros.
-__device__ __forceinline__ void cp_async_16(
-    uint32_t to_smem, const void* from, int src_bytes, uint64_t policy) {
-    asm volatile(
-        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
-        "l"(from), "r"(src_bytes), "l"(policy)
-        : "memory");
-}
-
 __device__ __forceinline__ void cp_async_16(uint32_t to_smem, const void* from, int src_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(from),
                  "r"(src_bytes)
@@ -127,6 +121,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t sme
                  : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which lane l has elements 2 * (l % 4) and + 1 of row l / 4,
+// transposed: it gets them of column l / 4.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // c += a b with a [16, 16], b [16, 8], c [16, 8] float32. Lane l, g = l / 4, t = 2 * (l % 4):
 //   a[0], a[1] = rows g, g + 8 of columns t, t + 1;  a[2], a[3] = the same of columns t + 8, t + 9
 //   b[0], b[1] = rows t, t + 1 and t + 8, t + 9 of column g
@@ -147,27 +149,6 @@ __device__ __forceinline__ void mma_m16n8k16(
             "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-}
-
-// The same for 8 rows: rows 8 to 15 of a are zero, and of c not kept.
-template <typename DType>
-__device__ __forceinline__ void mma_m16n8k16(
-    float (&c)[2], const uint32_t (&a)[2], uint32_t b0, uint32_t b1) {
-    float unused0, unused1;
-    if constexpr (is_same<DType, half>) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
-            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
-            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
-    } else {
-        static_assert(is_same<DType, bfloat16>, "tensor cores take half or bfloat16 here");
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
-            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
-            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
     }
 }
 

@@ -102,7 +102,7 @@ struct Query8 {
     }
 };
 
-// The query rows of a tile in shared memory, as left operands. The padding puts the rows that a warp
+// The query rows of a tile in shared memory, as operands. The padding puts the rows that a warp
 // reads together on different banks.
 template <typename KV, int HEAD_DIM, int ROWS>
 struct QueryTile {

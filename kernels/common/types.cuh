@@ -150,6 +150,19 @@ __device__ __forceinline__ DType from_float(float x) {
     }
 }
 
+// The elements of a pair of half or bfloat16, the low half first.
+template <typename DType>
+__device__ __forceinline__ float2 floats_of(uint32_t pair) {
+    if constexpr (is_same<DType, half>) {
+        const uint16_t low = pair, high = pair >> 16;
+        return {
+            __half2float(__builtin_bit_cast(half, low)),
+            __half2float(__builtin_bit_cast(half, high))};
+    } else {  // a bfloat16 is the upper half of a float
+        return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+    }
+}
+
 // A scale given as a number, or as one float on the device that only the kernel reads.
 struct Scale {
     const float* device;  // null: use `value`

@@ -8,6 +8,7 @@
 // A tile of one item is finished where it is computed. Of a tile of several, each item leaves its
 // state in a slot, and whoever takes the last ticket merges the slots in the order of the keys.
 #pragma once
+#include "common/mask.cuh"
 #include "common/paged.cuh"
 #include "common/ptx.cuh"
 
@@ -20,12 +21,13 @@ struct alignas(16) Item {
     int32_t diagonal;     // kv_len - qo_len: position of the request's first query
     int32_t first_row;    // packed rows [first_row, first_row + num_rows) of the request
     int32_t num_rows;
-    int32_t first_token;  // keys [first_token, end_token)
+    int32_t first_token;  // keys [first_token, end_token); of the tile's listed keys under a mask
     int32_t end_token;
-    int32_t item_idx;    // among the tile's
-    int32_t num_items;   // of the tile
+    uint16_t item_idx;   // among the tile's
+    uint16_t num_items;  // of the tile
     int32_t first_slot;  // of item 0, whose ticket is the tile's; -1: there is no other item
     int32_t next_slot;   // of item 1; those of items 2, 3, ... are behind it
+    int32_t mask_entry;  // of the tile's first, under a mask
 
     __device__ __forceinline__ int32_t slot(int32_t i) const {
         return i == 0 ? first_slot : next_slot + i - 1;
@@ -45,6 +47,18 @@ __device__ __forceinline__ Item load_item(const Item* from) {
     return __builtin_bit_cast(Item, words);
 }
 
+// The same past the L1.
+__device__ __forceinline__ Item load_item_past_l1(const Item* from) {
+    struct Words {
+        uint4 x[sizeof(Item) / 16];
+    } words;
+#pragma unroll
+    for (int i = 0; i < sizeof(Item) / 16; ++i) {
+        words.x[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
+    }
+    return __builtin_bit_cast(Item, words);
+}
+
 struct WorkList {
     Item* items;          // [max_items]; those between parts that are no part's have no rows
     Item* first_items;    // [num_parts] copies, so that a CTA starts with one look-up
@@ -57,6 +71,7 @@ struct WorkList {
     int32_t max_slots;
     int32_t num_parts;
     int32_t num_kv_heads;
+    MaskTiles mask;
 
     // Counters of kernels that deal items while they run: of items, and of CTAs that got no more.
     __device__ __forceinline__ int32_t* num_dealt() const {
