@@ -154,7 +154,9 @@ template <
     bool ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     prefill_sm80(const __grid_constant__ PrefillSm80Params p) {
-    using Cta = PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, SCORES, ALIGNED>;
+    constexpr int AT_ONCE = SHORT_OF_REGISTERS && SCORES > 32 ? 32 : SCORES;
+    using Cta =
+        PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, AT_ONCE, ALIGNED>;
     using Ring = typename Cta::Ring;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
@@ -221,9 +223,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 cp_async_wait_group<0>();
                 __syncthreads();  // all copies have landed, and the other buffer has been read
                 loader.issue(stage ^ 1, place);
-                // SCORES tokens at a time: there are no registers for the scores of more.
+                // AT_ONCE tokens at a time: there are no registers for the scores of more.
 #pragma unroll 1
-                for (int first = 0; first < TOKENS; first += SCORES) {
+                for (int first = 0; first < TOKENS; first += AT_ONCE) {
                     const int32_t token = step_token + first;
                     if (token >= sight.end_token) {
                         break;

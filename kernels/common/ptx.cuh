@@ -24,6 +24,14 @@ constexpr bool LAUNCHED_EARLY = true;
 constexpr bool LAUNCHED_EARLY = false;
 #endif
 
+// Whether the compiler keeps more registers busy than for other architectures: what just fits there
+// spills here.
+#if __CUDA_ARCH__ >= 1000
+constexpr bool SHORT_OF_REGISTERS = true;
+#else
+constexpr bool SHORT_OF_REGISTERS = false;
+#endif
+
 // Waits until all launches before this one have ended and what they wrote can be read. A kernel that
 // the host launches early comes here before it writes anything, and before it relies on anything it
 // reads but its parameters.
