@@ -198,6 +198,7 @@ class LatentAttention:
             step_tokens=tile.tokens,
             round_steps=tile.round_steps,
             num_parts=self._num_parts(tile, num_blocks),
+            item_steps=2 * tile.round_steps,
             cut_cost=tile.cut_cost,
         )
         num_tokens = table.indices.size * table.page_size

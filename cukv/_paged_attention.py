@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 
-from cukv._arrays import FLOAT32, Array, as_array, empty, home
+from cukv._arrays import FLOAT32, as_array, empty, home
 from cukv._attention import (
     PagedCall,
     check_mask,
@@ -22,31 +22,31 @@ from cukv._attention import (
     output_dtype,
     require_plan,
 )
+from cukv._attention_launch import bind
 from cukv._check import match_aligned, match_rows
-from cukv._index import host_scale, pack_divisor, pack_scales
-from cukv._kernels import WARP, BoundLaunch, kernel, num_sms
+from cukv._index import host_scale, pack_scales
 from cukv._launches import (
     AS_GIVEN,
     PlanKind,
     array_signature,
     make_work,
-    pack_query_rows,
     remember,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
-from cukv._specialisations import KINDS
-from cukv._tiles import choose_tiles, ctas_per_sm
+from cukv._specialisations import Sm90Tile, sm90_tiles
+from cukv._tensor_maps import KvMaps, are_paged, kv_maps
+from cukv._tiles import Grid, choose_grid, choose_tiles, portable_tile
 from cukv.masks import PackedMask
 
 if TYPE_CHECKING:
+    from cukv._kernels import BoundLaunch
     from cukv._pages import PagePair
     from cukv._plan import WorkLists
     from cukv._specialisations import Tile
     from cukv.masks import Mask
 
 _MAX_HEAD_DIM = 256
-_PER_CALL = ("table", "q", "o", "lse", "sinks", "work", "q_scale", "k_scale", "v_scale")
 
 
 @functools.cache
@@ -59,7 +59,8 @@ class _Launches(NamedTuple):
     """The launches of calls whose arrays and options are of one signature, which are checked."""
 
     options: dict[str, Any]
-    of_tiles: dict[tuple[str, Tile], BoundLaunch]  # by kernel too: tiles of two may compare equal
+    # By kernel too: tiles of two may compare equal.
+    of_tiles: dict[tuple[str, Tile, Grid], BoundLaunch]
 
 
 class _Prepared(NamedTuple):
@@ -76,7 +77,16 @@ class PagedAttention:
     rows, or None for one row per request.
     """
 
-    __slots__ = ("_aligned", "_head_dim_vo", "_kinds", "_launches", "_pages", "_prepared")
+    __slots__ = (
+        "_aligned",
+        "_head_dim_vo",
+        "_kinds",
+        "_launches",
+        "_maps",
+        "_paged",
+        "_pages",
+        "_prepared",
+    )
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
@@ -84,8 +94,11 @@ class PagedAttention:
         self._head_dim_vo = v.array.shape[3]
         row_bytes = [pages.array.shape[3] * pages.dtype.itemsize for pages in (k, v)]
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
+        self._paged = are_paged(pages)  # what tensor maps can read; None: they cannot
+        self._maps: KvMaps | None = None  # not made yet
         shapes = k.array.shape[1:], v.array.shape[1:]
-        self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, self._aligned)
+        layout = self._aligned, self._paged
+        self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, layout)
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
         # Launches do not depend on the number of pages, which changes from step to step.
         self._launches: dict[tuple[Any, ...], _Launches] = {}
@@ -129,8 +142,10 @@ class PagedAttention:
             remember(self._kinds, signature, kind)
         return kind
 
-    def _work(self, call: PagedCall, batch_invariant: bool) -> tuple[tuple[Tile, ...], WorkSizes]:
-        """Choose tiles, and find the sizes of their work lists."""
+    def _work(
+        self, call: PagedCall, batch_invariant: bool
+    ) -> tuple[tuple[tuple[Tile, Grid], ...], WorkSizes]:
+        """Choose tiles and grids, and find the sizes of their work lists."""
         op, q, qo_indptr, table, causal, window_left, custom_mask = call
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
@@ -138,18 +153,22 @@ class PagedAttention:
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
-        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant)
+        paged = self._paged if custom_mask is None else None  # only the portable kernel has masks
+        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, paged)
+        device = self._pages.first.device
+        tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
         cuts = [
             Cut(
                 rows=tile.rows,
                 head_dim_vo=tile.head_dim_vo,
                 step_tokens=tile.tokens,
                 round_steps=tile.round_steps,
-                num_parts=self._num_parts(tile),
+                item_steps=tile.item_steps,
+                num_parts=grid.num_parts,
                 min_rows=min_rows,
                 max_rows=max_rows,
             )
-            for tile, min_rows, max_rows in served
+            for (tile, grid), (_, min_rows, max_rows) in zip(tiles, served, strict=True)
         ]
         elements = None
         if custom_mask is not None:
@@ -158,7 +177,7 @@ class PagedAttention:
         batch = Batch(
             table.batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements
         )
-        return tuple(tile for tile, _, _ in served), WorkSizes(
+        return tuple(tiles), WorkSizes(
             tuple(cuts),
             batch,
             table.device,
@@ -182,12 +201,6 @@ class PagedAttention:
                     f"{op}: {name} must be a multiple of 8 up to {_MAX_HEAD_DIM} on a GPU, "
                     f"got {dim}"
                 )
-
-    def _num_parts(self, tile: Tile) -> int:
-        """CTAs per KV head that run at a time."""
-        k = self._pages.first
-        ctas = num_sms(k.device) * ctas_per_sm(tile, k.device)
-        return max(1, ctas // int(k.array.shape[2]))
 
     # -------------------------------------------------------------------------------------- calls
 
@@ -313,65 +326,57 @@ class PagedAttention:
         tiles = kind.tiles
         if tiles and plan is not None and plan.work is not None:
             tiles = self._tiles_of_plan(op, plan.work, table.device)
-        names = [(tile.kernel, tile) for tile in tiles]
-        for name, tile in zip(names, tiles, strict=True):
+        bound = []
+        for tile, grid in tiles:
+            tile, grid = self._suited(tile, grid, bool(launches.options["logits_soft_cap"]))
+            name = (tile.kernel, tile, grid)
             if name not in launches.of_tiles:
-                launches.of_tiles[name] = self._bind(tile, q, launches.options, sinks, out, lse)
-        return _Prepared(kind, tuple(launches.of_tiles[name] for name in names))
+                maps = self._kv_maps(tile) if isinstance(tile, Sm90Tile) else None
+                mine = (self._pages, maps, launches.options)
+                launches.of_tiles[name] = bind(tile, grid, *mine, q, sinks, out, lse)
+            bound.append(launches.of_tiles[name])
+        return _Prepared(kind, tuple(bound))
 
-    def _bind(
-        self,
-        tile: Tile,
-        q: Array,
-        options: dict[str, Any],
-        sinks: Array | None,
-        out: Array | None,
-        lse: Array | None,
-    ) -> BoundLaunch:
-        """Prepare the launch of calls of one signature."""
-        k, v = self._pages
-        heads, num_kv_heads = q.shape[:2], k.array.shape[2]
-        out_dtype = output_dtype(q) if out is None else out.dtype
-        return kernel(tile.kernel, k.device, **tile.template_args).bind(
-            self._num_parts(tile) * num_kv_heads,
-            tile.warps * WARP,
-            tile.smem_bytes,
-            per_call=_PER_CALL,
-            k_cache=k.packed,
-            v_cache=v.packed,
-            q_rows=pack_query_rows(q, 16),
-            o_rows=pack_query_rows(
-                out, 4 * out_dtype.itemsize, (*heads, self._head_dim_vo), out_dtype
-            ),
-            lse_rows=pack_query_rows(lse, 4, heads, FLOAT32),
-            sinks_stride=0 if sinks is None else sinks.strides[0],
-            group=pack_divisor(q.shape[1] // num_kv_heads),
-            sinks_kind=0 if sinks is None else KINDS[sinks.dtype],
-            head_dim=k.array.shape[3],
-            head_dim_vo=self._head_dim_vo,
-            sm_scale=options["sm_scale"],
-            logits_soft_cap=options["logits_soft_cap"] or 0.0,
-            causal=options["causal"],
-            window_left=min(options["window_left"], 1 << 30),
-        )
+    def _kv_maps(self, tile: Sm90Tile) -> KvMaps:
+        """Give the tensor maps of keys and values, made once."""
+        if self._maps is None:
+            self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
+        return self._maps
 
-    def _tiles_of_plan(self, op: str, work: WorkLists, device: int) -> tuple[Tile, ...]:
-        """Give the tiles that a plan settled on, or raise if they cannot serve this cache."""
-        tiles: tuple[Tile, ...] = work.kind.tiles
-        tile = tiles[0]
+    def _suited(self, tile: Tile, grid: Grid, capped: bool) -> tuple[Tile, Grid]:
+        """Give the tile that works off a list in a call: the portable one where Hopper's cannot."""
+        if not isinstance(tile, Sm90Tile):
+            return tile, grid
+        tile = tile._replace(capped=capped)
+        if tile.paged == self._paged and tile in sm90_tiles():
+            return tile, grid
+        heads = int(self._pages.first.array.shape[2])
+        grid = Grid(grid.num_parts * heads, grid.num_parts, heads)
+        return portable_tile(tile, self._aligned), grid
+
+    def _tiles_of_plan(
+        self, op: str, work: WorkLists, device: int
+    ) -> tuple[tuple[Tile, Grid], ...]:
+        """Give what a plan settled on, or raise if it cannot serve this cache."""
+        tiles: tuple[tuple[Tile, Grid], ...] = work.kind.tiles
+        return tuple(self._tile_of_plan(op, *tile, work.kind.device, device) for tile in tiles)
+
+    def _tile_of_plan(
+        self, op: str, tile: Tile, grid: Grid, planned: int, device: int
+    ) -> tuple[Tile, Grid]:
         if tile.head_dim_vo < self._head_dim_vo:  # a plan of ragged keys was not told of v
             raise NotImplementedError(
                 f"{op}: the plan is for values of at most {tile.head_dim_vo} elements, "
                 f"got {self._head_dim_vo}; leave out plan="
             )
-        if tile.aligned != self._aligned:
+        if not isinstance(tile, Sm90Tile) and tile.aligned != self._aligned:
             raise ValueError(
                 f"{op}: the plan was made for a cache that is aligned to 16 bytes "
                 f"({tile.aligned}), got one that is ({self._aligned})"
             )
-        if work.kind.device != device:
-            raise ValueError(f"{op}: the plan was made for device={work.kind.device}, got {device}")
-        return tiles
+        if planned != device:
+            raise ValueError(f"{op}: the plan was made for device={planned}, got {device}")
+        return tile, grid
 
 
 def _mask_signature(call: PagedCall) -> tuple[Any, ...] | None:

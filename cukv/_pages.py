@@ -103,6 +103,11 @@ class PagePair:
         """Elements of a value, as far as plans depend on them."""
         return int(self.second.array.shape[3])
 
+    @property
+    def consecutive(self) -> bool:
+        """Whether a request's pages are one token each and lie one after the other."""
+        return False
+
     def check_table(self, op: str, table: PageTable) -> None:
         """Raise unless ``table`` is a page table of this page size."""
         if not isinstance(table, PageTable):

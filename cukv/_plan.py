@@ -41,9 +41,6 @@ _MASK_STEP = 128  # keys, kernels/common/mask.cuh
 _COST_BITS = 29  # of all tiles' cost; kernels/plan.cu takes one bit more
 _SECTION = 256  # bytes at which sections of the workspace begin
 
-# What an item costs beside its keys (its queries, the merge of its warps), in rounds of steps.
-_ITEM_ROUNDS = 2
-
 # Batch-invariant items. 2048 keys are long enough that states cost under 1 % of the keys' bytes,
 # and cut a million keys into a machine full of items.
 _FIXED_ITEM_TOKENS = 2048
@@ -93,6 +90,7 @@ class Cut(NamedTuple):
     head_dim_vo: int  # floats that a row's state takes beside its maximum and denominator
     step_tokens: int  # keys of one step of a warp, a power of two
     round_steps: int  # steps that a CTA takes side by side, a power of two
+    item_steps: int  # what an item costs beside its keys (its queries, the merge of its warps)
     num_parts: int  # CTAs per KV head that run at a time
     min_rows: int = 0  # it serves requests of min_rows to max_rows packed rows
     max_rows: int = (1 << 31) - 1
@@ -151,7 +149,7 @@ class _ListSizes:
             cut.num_parts * _ITEM_BYTES,
             cut.num_parts * 4,
             cut.num_parts * 4,
-            max_slots * num_kv_heads * 4,
+            (max_slots + 2) * num_kv_heads * 4,
             states * 2,
             states * cut.head_dim_vo,
             max_entries * 4,
@@ -164,7 +162,7 @@ class _ListSizes:
         row_bits = cut.rows.bit_length() - 1
         self._mask = (max_entries, mask_tiles, tile_queries, row_bits) if mask_tiles else None
         # Where tiles are few, every part has about one item, and costs would only shift cuts.
-        item_cost = _ITEM_ROUNDS * cut.round_steps if max_tiles > cut.num_parts else 0
+        item_cost = cut.item_steps if max_tiles > cut.num_parts else 0
         # A unit of cost is a step, or more for calls whose steps int32 might not count.
         max_steps = -(-num_tokens // cut.step_tokens)
         most_steps = max_tiles * (max_steps + item_cost + cut.round_steps)

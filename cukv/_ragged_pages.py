@@ -32,6 +32,10 @@ class _RaggedPair(PagePair):
     def planned_head_dim_vo(self) -> int:
         return int(self.first.array.shape[3])
 
+    @property
+    def consecutive(self) -> bool:
+        return True
+
 
 class RaggedPages(NamedTuple):
     """Attention over the rows of k and v, and the table of their pages: token t is page t."""

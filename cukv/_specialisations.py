@@ -56,6 +56,11 @@ class DecodeTile(NamedTuple):
         return self.warps
 
     @property
+    def item_steps(self) -> int:
+        """What an item costs beside its keys, in steps."""
+        return 2 * self.round_steps
+
+    @property
     def tokens(self) -> int:
         """Keys of a warp's step: a buffer of 8 KB where that is 32 keys or fewer."""
         if self.dtype in FP8:
@@ -131,6 +136,11 @@ class PrefillTile(NamedTuple):
         return 2
 
     @property
+    def item_steps(self) -> int:
+        """What an item costs beside its keys, in steps."""
+        return 4
+
+    @property
     def rows(self) -> int:
         """Packed query rows."""
         return self.warp_rows * self.warps
@@ -165,7 +175,77 @@ class PrefillTile(NamedTuple):
         }
 
 
-Tile = DecodeTile | PrefillTile
+class Sm90Tile(NamedTuple):
+    """Geometry of one specialisation of ``prefill_sm90``: keys come by tensor maps."""
+
+    dtype: Any  # of queries and cache
+    head_dim: int  # elements of a key
+    head_dim_vo: int
+    paged: bool  # a step is pieces of pages, not consecutive rows
+    capped: bool = False  # logits are soft-capped
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "prefill_sm90"
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step."""
+        return 128
+
+    @property
+    def slots(self) -> int:
+        """Items whose queries or results are in shared memory."""
+        return 1 if self.head_dim > 128 else 3
+
+    @property
+    def round_steps(self) -> int:
+        """Steps at whose multiples a tile is cut."""
+        return 2
+
+    @property
+    def item_steps(self) -> int:
+        """What an item costs beside its keys, in steps."""
+        return 1
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows."""
+        return 128
+
+    @property
+    def warps(self) -> int:
+        """Two teams of four, and four that serve them."""
+        return 12
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Size of ``PrefillSm90Cta::Smem`` in kernels/prefill_sm90.cu."""
+        queries = self.slots * self.rows * self.head_dim * 2
+        ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * 2
+        return queries + ring + 2048
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``prefill_sm90``."""
+        return {
+            "KV": self.dtype,
+            "HEAD_DIM_QK": self.head_dim,
+            "HEAD_DIM_VO": self.head_dim_vo,
+            "TOKENS": self.tokens,
+            "SLOTS": self.slots,
+            "PAGED": str(self.paged).lower(),
+            "SOFT_CAP": str(self.capped).lower(),
+        }
+
+
+Tile = DecodeTile | PrefillTile | Sm90Tile
 
 
 class MlaDecodeTile(NamedTuple):
@@ -313,6 +393,9 @@ LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
+# Sizes that prefill_sm90 has tiles for, each exactly; of the last only for ragged keys and logits
+# without a cap, since pages and caps take registers that are not there.
+_SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 
 
 def _attention_dims() -> Iterator[tuple[Any, tuple[int, int]]]:
@@ -336,6 +419,19 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
             for aligned in (True, False)
         ]
     return tuple(tiles)
+
+
+@functools.cache
+def sm90_tiles() -> tuple[Sm90Tile, ...]:
+    """Every tile of ``prefill_sm90``."""
+    return tuple(
+        Sm90Tile(dtype, *dims, paged, capped)
+        for dtype in (BFLOAT16, FLOAT16)
+        for dims in _SM90_HEAD_DIMS
+        for paged in (False, True)
+        for capped in (False, True)
+        if max(dims) <= 128 or not (paged or capped)
+    )
 
 
 @functools.cache
@@ -400,6 +496,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
             for fixed in ("true", "false")
         ],
         "prefill_sm80": [tile.template_args for tile in prefill_tiles()],
+        "prefill_sm90": [tile.template_args for tile in sm90_tiles()],
         "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "seq_lens": [{}],
         "slot_mapping": [{}],

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cukv._kernels import num_sms, smem_limits
-from cukv._specialisations import decode_tiles, prefill_tiles
+from cukv._kernels import arch_of, num_sms, smem_limits
+from cukv._specialisations import (
+    PrefillTile,
+    Sm90Tile,
+    decode_tiles,
+    prefill_tiles,
+    runs_on,
+    sm90_tiles,
+)
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._specialisations import LatentTile, Tile
+    from cukv._specialisations import DecodeTile, LatentTile, Tile
 
 _SHORT_TOKENS = 2048  # of a request
 _LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
+_MAX_HEADS_AT_ONCE = 8  # KV heads that prefill_sm90 works on
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
@@ -32,6 +40,14 @@ class Served(NamedTuple):
     max_rows: int
 
 
+class Grid(NamedTuple):
+    """How a call's work is dealt to CTAs."""
+
+    num_ctas: int
+    num_parts: int  # of the work list, each with an equal share of a KV head's keys
+    heads: int  # KV heads that are worked on at a time
+
+
 def choose_tiles(
     op: str,
     pages: PagePair,
@@ -42,14 +58,16 @@ def choose_tiles(
     num_tokens: int,
     one_row: bool,
     batch_invariant: bool,
+    paged: bool | None,
 ) -> tuple[Served, ...]:
     """Choose a tile by the sizes of a call, or two: for requests of few rows and of many.
 
-    A batch-invariant one must not depend on the batch.
+    A batch-invariant one must not depend on the batch. ``paged`` tells of keys and values that
+    tensor maps can read whether they lie in pages; None: they cannot.
     """
     k, v, device = pages.first.array, pages.second.array, pages.first.device
-    every: tuple[Tile, ...] = (*decode_tiles(), *prefill_tiles())
-    tiles: list[Tile] = [
+    every: tuple[DecodeTile | PrefillTile, ...] = (*decode_tiles(), *prefill_tiles())
+    tiles: list[DecodeTile | PrefillTile] = [
         tile
         for tile in every
         if tile.dtype == k.dtype
@@ -81,8 +99,10 @@ def choose_tiles(
     packed = group_size if one_row else -(-num_rows * group_size // batch_size)
     if batch_invariant and not one_row:
         packed = 16
-    if one_row or batch_invariant or batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
+    if one_row or batch_invariant:
         return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
+    if batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
+        return (Served(_on_hopper(_of_rows(tiles, packed), pages, paged), *_ALL_ROWS),)
     # A long prompt may be among requests of a row or few, whatever the average.
     few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
     many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
@@ -90,15 +110,50 @@ def choose_tiles(
         return (Served(_of_rows(few, packed), *_ALL_ROWS),)
     return (
         Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
-        Served(_of_rows(many_rows, packed), _SHORT_ROWS + 1, _ALL_ROWS[1]),
+        Served(
+            _on_hopper(_of_rows(many_rows, packed), pages, paged), _SHORT_ROWS + 1, _ALL_ROWS[1]
+        ),
     )
 
 
-def _of_rows(tiles: list[Tile], packed: int) -> Tile:
+def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:
     """Give the first of the narrowest tiles that hold so many packed rows, or of the widest."""
     most = max(tile.rows for tile in tiles)
     rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
     return next(tile for tile in tiles if tile.rows == rows)
+
+
+def _on_hopper(tile: Tile, pages: PagePair, paged: bool | None) -> Tile:
+    """Give Hopper's own tile in place of a portable one, where there is one."""
+    k, v = pages.first.array, pages.second.array
+    if isinstance(tile, PrefillTile) and runs_on("prefill_sm90", arch_of(pages.first.device)):
+        for other in sm90_tiles():
+            sizes = (k.dtype, k.shape[3], v.shape[3], paged, tile.rows)
+            if (*other[:4], other.rows) == sizes:
+                return other
+    return tile
+
+
+def portable_tile(tile: Tile, aligned: bool) -> Tile:
+    """Give a tile that works off the same work list without tensor maps."""
+    return next(
+        other
+        for other in prefill_tiles()
+        if (other.dtype, other.head_dim_vo, other.rows, other.aligned)
+        == (tile.dtype, tile.head_dim_vo, tile.rows, aligned)
+        and other.head_dim >= tile.head_dim
+    )
+
+
+def choose_grid(tile: Tile, num_kv_heads: int, device: int) -> Grid:
+    """Deal work to as many CTAs as run at a time."""
+    num_ctas = num_sms(device) * ctas_per_sm(tile, device)
+    num_parts = max(1, num_ctas // num_kv_heads)
+    if isinstance(tile, Sm90Tile):
+        # Keys of so many heads stay in the L2.
+        heads = max(n for n in range(1, _MAX_HEADS_AT_ONCE + 1) if num_kv_heads % n == 0)
+        return Grid(num_ctas, num_parts, heads)
+    return Grid(num_parts * num_kv_heads, num_parts, num_kv_heads)
 
 
 def ctas_per_sm(tile: Tile | LatentTile, device: int) -> int:

@@ -494,7 +494,7 @@ return_lse
         Current stream, no synchronisation. A call without ``plan`` makes one: one more launch, two
         with a mask, and memory for its work. A plan holds the bits of its mask. Requests of few
         query rows and of many are served by different kernels. Source: kernels/decode.cu,
-        kernels/prefill_sm80.cu, kernels/plan.cu, kernels/mask_tiles.cu.
+        kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "PagedKVCache.prefill"
         require_ragged(op, q=q)

@@ -322,7 +322,8 @@ class RaggedTensor(ArrayNoun):
         On a GPU: current stream, no synchronisation; without ``plan`` each call plans by one more
         launch, two with a mask, and raises while the stream is captured. A plan holds the bits of
         its mask. Unequal indptrs of k and v raise on NumPy only; on a GPU k's counts. Source:
-        kernels/decode.cu, kernels/prefill_sm80.cu, kernels/plan.cu, kernels/mask_tiles.cu.
+        kernels/decode.cu, kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu,
+        kernels/mask_tiles.cu.
         """
         op = "RaggedTensor.prefill"
         require_ragged(op, k=k, v=v)

@@ -251,6 +251,7 @@ struct TileWriter {
             return rounds << (list.round_bits + list.step_bits);
         };
         for (int32_t g = part + 1; g <= first; ++g) {
+            put(tile_idx + g - 1, Item{}, -1);
             put_part(g, tile_idx + g, tile_idx + g - 1);
         }
         const bool begins_part = first > part || begin_cost - part * share < end_half;
@@ -267,6 +268,7 @@ struct TileWriter {
             }
         }
         if (boundary(end_cost) > last) {
+            put(tile_idx + last + 1, Item{}, -1);
             put_part(last + 1, tile_idx + last + 2, tile_idx + last + 1);
         }
     }
@@ -386,7 +388,8 @@ __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ Plan
             list.work.part_end[g] = g == last ? min(end, int64_t{list.work.max_items}) : 0;
         }
     }
-    for (int32_t i = thread_idx; i < list.work.max_slots * list.work.num_kv_heads; i += num_all) {
+    const int32_t num_tickets = (list.work.max_slots + 2) * list.work.num_kv_heads;
+    for (int32_t i = thread_idx; i < num_tickets; i += num_all) {
         list.work.tickets[i] = 0;
     }
 }

@@ -52,7 +52,10 @@ def pytest_collection_finish(session):
         return
     arch = _kernels.arch_of(cp.cuda.Device().id)
     chosen = [
-        (name, arch, args) for name, table in _kernels.specialisations().items() for args in table
+        (name, arch, args)
+        for name, table in _kernels.specialisations().items()
+        if _kernels.runs_on(name, arch)
+        for args in table
     ]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_kernels._cubin, *zip(*chosen, strict=True), chunksize=4))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from cukv import _kernels, reference
-from cukv._specialisations import runs_on
+from cukv._specialisations import runs_on, sm90_tiles
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 # NVRTC takes longer than linearly for many specialisations in one program, and reads the headers
@@ -86,6 +86,17 @@ def test_every_specialisation_compiles_without_stack_or_spills(name, arch):
 
 def test_every_kernel_is_compiled_for_some_architecture():
     assert all(any(runs_on(name, arch) for arch in ARCHS) for name in NAMES)
+
+
+def test_the_gate_notices_products_that_wait_for_each_other(kernel_sources):
+    path = kernel_sources / "common" / "team.cuh"
+    waits = "wgmma_wait_group<1>();\n"
+    assert path.read_text().count(waits) == 1
+    # A branch between products and their wait.
+    branch = waits + "        if (lane_idx == 1) {\n            return;\n        }\n"
+    path.write_text(path.read_text().replace(waits, branch))
+    with pytest.raises(AssertionError, match=r"C751\d"):
+        compile_and_check("prefill_sm90", "sm_90a", [sm90_tiles()[0].template_args])
 
 
 BAD_KERNEL = """

@@ -60,11 +60,11 @@ __device__ __forceinline__ Item load_item_past_l1(const Item* from) {
 }
 
 struct WorkList {
-    Item* items;          // [max_items]
+    Item* items;          // [max_items]; those between parts that are no part's have no rows
     Item* first_items;    // [num_parts] copies, so that a CTA starts with one look-up
     int32_t* part_begin;  // [num_parts]
     int32_t* part_end;    // [num_parts]; no more than part_begin where a part has no items
-    int32_t* tickets;     // [max_slots, num_kv_heads], zero
+    int32_t* tickets;     // [max_slots + 2, num_kv_heads], zero: of slots, and behind them counters
     float* states;        // [max_slots, num_kv_heads, rows_per_tile, 2] maximum and denominator
     float* sums;          // [max_slots, num_kv_heads, rows_per_tile, head_dim_vo] weighted sums
     int32_t max_items;
@@ -72,6 +72,12 @@ struct WorkList {
     int32_t num_parts;
     int32_t num_kv_heads;
     MaskTiles mask;
+
+    // Counters of kernels that deal items while they run: of items, and of CTAs that got no more.
+    __device__ __forceinline__ int32_t* num_dealt() const {
+        return tickets + int64_t{max_slots} * num_kv_heads;
+    }
+    __device__ __forceinline__ int32_t* num_finished() const { return num_dealt() + num_kv_heads; }
 };
 
 }  // namespace cukv

@@ -1,0 +1,81 @@
+"""Launches of attention over pages: what a kernel is given, packed once for all calls alike."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from cukv._arrays import FLOAT32, Array
+from cukv._attention import output_dtype
+from cukv._index import pack_divisor
+from cukv._kernels import WARP, BoundLaunch, kernel
+from cukv._launches import pack_query_rows
+from cukv._specialisations import KINDS
+from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
+
+if TYPE_CHECKING:
+    from cukv._pages import PagePair
+    from cukv._specialisations import Tile
+    from cukv._tiles import Grid
+
+_PER_CALL = ("table", "q", "o", "lse", "sinks", "work", "q_scale", "k_scale", "v_scale")
+_VECTOR_BYTES = 16
+
+
+def bind(
+    tile: Tile,
+    grid: Grid,
+    pages: PagePair,
+    maps: KvMaps | None,
+    options: dict[str, Any],
+    q: Array,
+    sinks: Array | None,
+    out: Array | None,
+    lse: Array | None,
+) -> BoundLaunch:
+    """Prepare the launch of calls of one signature; ``maps`` are None where a tile needs none.
+
+    Calls give addresses, scales, table and work list.
+    """
+    k, v = pages
+    heads, num_kv_heads, head_dim_vo = q.shape[:2], k.array.shape[2], v.array.shape[3]
+    group_size = q.shape[1] // num_kv_heads
+    out_shape, out_dtype = (*heads, head_dim_vo), output_dtype(q) if out is None else out.dtype
+    out_vector = 4 * out_dtype.itemsize if maps is None else _VECTOR_BYTES  # stored together
+    launch = functools.partial(
+        kernel(tile.kernel, k.device, **tile.template_args).bind,
+        grid.num_ctas,
+        tile.warps * WARP,
+        tile.smem_bytes,
+        per_call=_PER_CALL,
+        k_cache=k.packed,
+        v_cache=v.packed,
+        q_rows=pack_query_rows(q, _VECTOR_BYTES),
+        o_rows=pack_query_rows(out, out_vector, out_shape, out_dtype),
+        lse_rows=pack_query_rows(lse, FLOAT32.itemsize, heads, FLOAT32),
+        sinks_stride=0 if sinks is None else sinks.strides[0],
+        group=pack_divisor(group_size),
+        sinks_kind=0 if sinks is None else KINDS[sinks.dtype],
+        head_dim=k.array.shape[3],
+        head_dim_vo=head_dim_vo,
+        sm_scale=options["sm_scale"],
+        logits_soft_cap=options["logits_soft_cap"] or 0.0,
+        causal=options["causal"],
+        window_left=min(options["window_left"], 1 << 30),
+    )
+    if maps is None:
+        return launch()
+    return MappedLaunch(
+        functools.partial(launch, heads_at_once=grid.heads, **maps._asdict()),
+        Rows(q.shape, q.strides, q.dtype),
+        Rows(
+            out_shape, _contiguous(out_shape, out_dtype) if out is None else out.strides, out_dtype
+        ),
+        group_size,
+    )
+
+
+def _contiguous(shape: tuple[int, ...], dtype: Any) -> tuple[int, int, int]:
+    """Give the byte strides of a new array ``[rows, heads, dim]``."""
+    _, heads, dim = shape
+    return heads * dim * dtype.itemsize, dim * dtype.itemsize, dtype.itemsize

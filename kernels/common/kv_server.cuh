@@ -1,0 +1,250 @@
+// Warps that do nothing but have keys and values copied, by tensor maps, step by step ahead of those
+// who compute with them.
+//
+// Cta: TOKENS of a step, STAGES of the ring, PAGED; Keys and Values, its tiles; Smem with rings k and
+// v and their barriers. Params: table, work, k_cache, k_map, k_head_spans, the same of v, piece_bits.
+#pragma once
+#include "common/operand_tiles.cuh"
+#include "common/work.cuh"
+
+namespace cukv {
+
+// Deals items to CTAs as they get done: those of the list's end first, which are the longest where
+// attention is causal, and of so many KV heads at a time that CTAs share their keys in the L2. By a
+// warp. An item is on its way while the one before it is worked on.
+struct ItemDealer {
+    const WorkList& work;
+    const int heads_at_once;
+    int32_t num_items;  // of the list
+    int32_t asked;  // of the first lane: number of the next item but one among those of all heads
+    bool more;      // there is a next item
+    Item item;      // the next
+    int32_t head;   // its KV head
+
+    __device__ __forceinline__ ItemDealer(const WorkList& work, int heads_at_once)
+        : work(work), heads_at_once(heads_at_once), num_items(0), asked(blockIdx.x) {
+        for (int32_t part = threadIdx.x % WARP_SIZE; part < work.num_parts; part += WARP_SIZE) {
+            num_items = max(num_items, work.part_end[part]);
+        }
+        num_items = __reduce_max_sync(0xffffffffu, num_items);
+        look_ahead();
+    }
+
+    __device__ __forceinline__ void look_ahead() {
+        const int32_t number = __shfl_sync(0xffffffffu, asked, 0);
+        more = number < int64_t{num_items} * work.num_kv_heads;
+        if (more) {
+            const int32_t section = number / (num_items * heads_at_once);
+            const int32_t within = number - section * num_items * heads_at_once;
+            head = section * heads_at_once + within % heads_at_once;
+            item = load_item(work.items + num_items - 1 - within / heads_at_once);
+            if (threadIdx.x % WARP_SIZE == 0) {
+                asked = gridDim.x + atomicAdd(work.num_dealt(), 1);
+            }
+        }
+    }
+
+    // Gives the next item that has rows, and its head; item.num_rows is 0 if there is none.
+    __device__ __forceinline__ Item next(int32_t& kv_head) {
+        Item found = {};
+        while (found.num_rows == 0 && more) {
+            found = item;
+            kv_head = head;
+            look_ahead();
+        }
+        return found;
+    }
+
+    // For the next launch, once all CTAs have come here.
+    __device__ __forceinline__ void finish() const {
+        if (threadIdx.x % WARP_SIZE == 0 && atomicAdd(work.num_finished(), 1) == gridDim.x - 1) {
+            *work.num_dealt() = 0;
+            *work.num_finished() = 0;
+        }
+    }
+};
+
+// Items from the warp that deals them to the others, through shared memory.
+template <typename Cta>
+struct ItemReader {
+    typename Cta::Smem& smem;
+    RingPlace<Cta::DEALT> at;
+
+    __device__ __forceinline__ explicit ItemReader(typename Cta::Smem& smem) : smem(smem) {}
+
+    __device__ __forceinline__ Item next(int32_t& kv_head) {
+        mbarrier_try_wait(smem.dealt_full[at.stage], at.parity);
+        const Item item = smem.dealt[at.stage].item;
+        kv_head = smem.dealt[at.stage].kv_head;
+        __syncwarp();  // all lanes have it
+        if (threadIdx.x % WARP_SIZE == 0) {
+            mbarrier_arrive(smem.dealt_empty[at.stage]);
+        }
+        at.next();
+        return item;
+    }
+};
+
+template <typename Cta>
+struct ItemWriter {
+    typename Cta::Smem& smem;
+    RingPlace<Cta::DEALT> at;
+
+    __device__ __forceinline__ explicit ItemWriter(typename Cta::Smem& smem) : smem(smem) {}
+
+    __device__ __forceinline__ void put(const Item& item, int32_t kv_head) {
+        mbarrier_try_wait(smem.dealt_empty[at.stage], at.parity ^ 1);
+        __syncwarp();  // no lane waits any more
+        if (threadIdx.x % WARP_SIZE == 0) {
+            smem.dealt[at.stage].item = item;
+            smem.dealt[at.stage].kv_head = kv_head;
+            mbarrier_arrive(smem.dealt_full[at.stage]);
+        }
+        at.next();
+    }
+};
+
+// Steps of an item are at multiples of TOKENS, the last one first. An item without keys has one too.
+template <int TOKENS>
+__device__ __forceinline__ int32_t first_step(const Item& item) {
+    return item.first_token & -TOKENS;
+}
+
+template <int TOKENS>
+__device__ __forceinline__ int32_t last_step(const Item& item) {
+    return max(item.end_token - 1, item.first_token) & -TOKENS;
+}
+
+// How a warp has steps of keys or values copied. PAGED: in pieces of 2^piece_bits tokens, which lie
+// in one page each, by one lane each; else a step is consecutive rows.
+template <typename Tile, int TOKENS, bool PAGED>
+struct StepCopy {
+    const PageTable& table;
+    const Pages& cache;
+    const TensorMap& map;
+    int32_t head_spans;  // from a head to the next, in units of 128 bytes
+    int32_t piece_bits;
+
+    // Where this lane's piece of a step is; page max_num_pages, which does not exist, gives zeros.
+    struct Piece {
+        int32_t page;
+        int32_t entry;
+        uint32_t dropped;  // of the step, by pieces: keys of the item whose page does not exist
+    };
+
+    __device__ __forceinline__ Piece find(const Item& item, int32_t token) const {
+        if constexpr (!PAGED) {
+            return {};
+        }
+        const int32_t own = token + (threadIdx.x % WARP_SIZE << piece_bits);
+        const bool wanted = own < min(item.end_token, token + TOKENS);
+        const uint32_t page_idx = table.page_divisor.quotient(own);
+        const int64_t id = wanted ? table.indices[item.first_page + page_idx] : -1;
+        const bool found = cache.has(id);
+        return {
+            static_cast<int32_t>(found ? id : cache.max_num_pages),
+            static_cast<int32_t>(own - page_idx * table.page_divisor.divisor),
+            __ballot_sync(0xffffffffu, wanted && !found)};
+    }
+
+    // Announces the step's bytes and starts its copies.
+    __device__ __forceinline__ void issue(
+        char* tile,
+        uint64_t& full,
+        const Item& item,
+        int kv_head,
+        int32_t token,
+        const Piece& piece) const {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        if (lane_idx == 0) {
+            mbarrier_arrive_expect_tx(full, Tile::BYTES);
+        }
+        __syncwarp();
+        const uint32_t to = smem_address(tile);
+        if constexpr (!PAGED) {
+            if (lane_idx == 0) {
+                cp_async_bulk_tensor_3d(
+                    to, map, full, 0, item.first_page + token, kv_head * head_spans);
+            }
+        } else if (lane_idx < TOKENS >> piece_bits) {
+            cp_async_bulk_tensor_5d(
+                to + (lane_idx << piece_bits) / 8 * Tile::GROUP_BYTES, map, full, 0, 0,
+                kv_head * head_spans, piece.entry / 8, piece.page);
+        }
+    }
+};
+
+// Keys, step by step; and items to all warps.
+template <typename Cta, typename Params>
+__device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& smem) {
+    const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
+        p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
+    typename Cta::Place at;
+    ItemDealer dealer(p.work, p.heads_at_once);
+    ItemWriter<Cta> others(smem);
+    int32_t kv_head = 0, next_head = 0;
+    Item item = dealer.next(kv_head);
+    others.put(item, kv_head);
+    while (item.num_rows > 0) {
+        // The others have the next item while this one is worked on.
+        const Item next = dealer.next(next_head);
+        others.put(next, next_head);
+        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
+             token -= Cta::TOKENS) {
+            const auto piece = copy.find(item, token);
+            mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
+            if (Cta::PAGED && threadIdx.x == 0) {
+                smem.k_dropped[at.stage] = piece.dropped;
+            }
+            copy.issue(smem.k[at.stage], smem.k_full[at.stage], item, kv_head, token, piece);
+            at.next();
+        }
+        item = next;
+        kv_head = next_head;
+    }
+    dealer.finish();
+}
+
+// Values, step by step. Rows behind the item's keys may hold NaN, which a weight of 0 does not
+// hide: they become zeros.
+template <typename Cta, typename Params>
+__device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem& smem) {
+    using Values = typename Cta::Values;
+    const StepCopy<Values, Cta::TOKENS, Cta::PAGED> copy{
+        p.table, p.v_cache, p.v_map, p.v_head_spans, p.piece_bits};
+    constexpr int CHUNKS = Values::BYTES / Cta::TOKENS / 16;  // of a row
+    const int lane_idx = threadIdx.x % WARP_SIZE;
+    typename Cta::Place at;
+    uint32_t landed_parity = 0;
+    ItemReader<Cta> items(smem);
+    int32_t kv_head;
+    for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
+        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
+             token -= Cta::TOKENS) {
+            const auto piece = copy.find(item, token);
+            const int num_keys = max(item.end_token - token, 0);
+            char* tile = smem.v[at.stage];
+            uint64_t& full = smem.v_full[at.stage];
+            mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
+            const bool whole = num_keys >= Cta::TOKENS;
+            copy.issue(tile, whole ? full : smem.v_landed, item, kv_head, token, piece);
+            if (!whole) {
+                mbarrier_try_wait(smem.v_landed, landed_parity);
+                landed_parity ^= 1;
+                for (int row = num_keys + lane_idx / CHUNKS; row < Cta::TOKENS;
+                     row += WARP_SIZE / CHUNKS) {
+                    char* chunk = tile + Values::offset(row, lane_idx % CHUNKS);
+                    *reinterpret_cast<uint4*>(chunk) = uint4{};
+                }
+                fence_proxy_async();
+                __syncwarp();
+                if (lane_idx == 0) {
+                    mbarrier_arrive(full);
+                }
+            }
+            at.next();
+        }
+    }
+}
+
+}  // namespace cukv

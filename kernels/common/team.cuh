@@ -1,0 +1,376 @@
+// A team: a warpgroup that computes 64 rows of one item after the other.
+//
+// Its queries and keys come by others (common/row_server.cuh, common/kv_server.cuh). It never pauses
+// between items: the first scores of an item are computed together with the last sums of the one
+// before, whose results go out through the memory of its queries.
+// Cta: Queries, Results, Keys and Values, its tiles; TOKENS of a step, SLOTS, PAGED; State, Order,
+// Smem. Params: those of common/attention.cuh, and piece_bits.
+#pragma once
+#include "common/kv_server.cuh"
+#include "common/logits.cuh"
+#include "common/team_slots.cuh"
+#include "common/warpgroup_state.cuh"
+
+namespace cukv {
+
+template <typename KV, typename Cta, bool SOFT_CAP, typename Params>
+struct Team {
+    static constexpr int TOKENS = Cta::TOKENS;
+    using Queries = typename Cta::Queries;
+    using Keys = typename Cta::Keys;
+    using Values = typename Cta::Values;
+
+    const Params& p;
+    typename Cta::Smem& smem;
+    const int team, warp_idx, lane_idx;
+    const int row;      // of the tile, the first of this lane's two; the other is 8 below
+    float scale;        // of scores, to base 2
+    float score_scale;  // of scores before they are capped
+    typename Cta::State state;
+
+    // The item: keys that all rows see, and that each of this lane's rows sees.
+    int slot = 0;
+    uint32_t num_items = 0;
+    int32_t token = 0;  // of the step
+    int32_t first_token, all_from, all_to, from[2], to[2];
+    bool starts = true;  // the sums that come next are the item's first
+
+    typename Cta::Place k, v;
+    bool k_here = false, v_here = false;
+    uint32_t dropped = 0;  // pieces of the step
+
+    __device__ __forceinline__ Team(const Params& p, typename Cta::Smem& smem, int warp_idx)
+        : p(p),
+          smem(smem),
+          team(warp_idx / 4 - 1),
+          warp_idx(warp_idx),
+          lane_idx(threadIdx.x % WARP_SIZE),
+          row(team * Cta::TEAM_ROWS + warp_idx % 4 * 16 + lane_idx / 4) {
+        // So small a scale stands for 0: it makes no finite score count, but hidden ones stay hidden.
+        score_scale = fmaxf(fabsf(Logits<Params>(p).scale), 1e-30f);
+        scale = SOFT_CAP ? p.logits_soft_cap * LOG2_E : score_scale;
+    }
+
+    // Waits for the next item and its queries; false if there is none.
+    __device__ __forceinline__ bool next_item() {
+        const int next_slot = num_items % Cta::SLOTS;
+        mbarrier_try_wait(smem.q_full[next_slot][team], num_items / Cta::SLOTS & 1);
+        Item item = smem.orders[next_slot][team].item;
+        if (item.num_rows == 0) {
+            return false;
+        }
+        slot = next_slot;
+        ++num_items;
+        token = last_step<TOKENS>(item) + TOKENS;
+        first_token = first_step<TOKENS>(item);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int32_t position =
+                item.diagonal +
+                static_cast<int32_t>(p.group.quotient(item.first_row + row + 8 * h));
+            from[h] = p.window_left < 0 ? item.first_token
+                                        : max(item.first_token, position - p.window_left);
+            to[h] = p.causal ? min(item.end_token, position + 1) : item.end_token;
+        }
+        const int first = team * Cta::TEAM_ROWS;
+        item.first_row += first;
+        item.num_rows = max(Cta::own_rows(smem.orders[next_slot][team].item, team), 1);
+        const Sight sight(p, item);
+        all_from = max(item.first_token, sight.all_from);
+        all_to = min(item.end_token, sight.all_to);
+        return true;
+    }
+
+    __device__ __forceinline__ void multiply_keys() {
+        const uint64_t a = Queries::descriptor(smem_address(smem.q[slot][team]));
+        const uint64_t b = Keys::descriptor(smem_address(smem.k[k.stage]));
+#pragma unroll
+        for (int i = 0; i < Queries::BYTES / Cta::TEAM_ROWS / 32; ++i) {
+            wgmma_ss<KV>(state.s, a + Queries::columns(i), b + Keys::columns(i), i > 0);
+        }
+        wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void multiply_values() {
+        const uint64_t b = Values::descriptor(smem_address(smem.v[v.stage]));
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; ++i) {
+            wgmma_rs_trans<KV>(state.o, state.weights[i], b + Values::rows(i), i > 0 || !starts);
+        }
+        wgmma_commit_group();
+    }
+
+    // Hides the scores of keys that a row does not see, or that do not exist.
+    __device__ __forceinline__ void mask() {
+        uint32_t first[2], num[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            first[h] = token + lane_idx % 4 * 2 - from[h];
+            num[h] = max(to[h] - from[h], 0);
+        }
+#pragma unroll
+        for (int tile = 0; tile < TOKENS / 8; ++tile) {
+            const bool exists = !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool seen = first[i / 2] + tile * 8 + i % 2 < num[i / 2];
+                state.s[tile][i] = seen && exists ? state.s[tile][i] : NO_KEY;
+            }
+        }
+    }
+
+    template <bool MASKED>
+    __device__ __forceinline__ void weigh() {
+        if constexpr (SOFT_CAP) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) {
+                float& x = state.s[i / 4][i % 4];
+                x = tanh_of(x * score_scale);
+            }
+        }
+        if constexpr (MASKED) {
+            mask();
+        }
+        state.weigh(scale);
+    }
+
+    // The warp's scores once more, from the same queries and keys.
+    __device__ __forceinline__ void rescore(float (&s)[TOKENS / 8][4]) const {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) {
+            s[i / 4][i % 4] = 0.0f;
+        }
+        const uint32_t q_tile = smem_address(smem.q[slot][team]);
+        const uint32_t k_tile = smem_address(smem.k[k.stage]);
+        const int q_row = warp_idx % 4 * 16 + lane_idx % 16;
+        const int k_row = (lane_idx & 7) + lane_idx / 16 * 8;
+#pragma unroll 1
+        for (int i = 0; i < Queries::BYTES / Cta::TEAM_ROWS / 32; ++i) {
+            uint32_t a[4], b[4];
+            ldmatrix_x4(a, q_tile + Queries::offset(q_row, 2 * i + lane_idx / 16));
+#pragma unroll
+            for (int j = 0; j < TOKENS / 16; ++j) {
+                ldmatrix_x4(b, k_tile + Keys::offset(16 * j + k_row, 2 * i + (lane_idx >> 3 & 1)));
+                mma_m16n8k16<KV>(s[2 * j], a, b[0], b[1]);
+                mma_m16n8k16<KV>(s[2 * j + 1], a, b[2], b[3]);
+            }
+        }
+    }
+
+    // Scores of a step, and sums of the step before.
+    template <bool MASKED>
+    __device__ __forceinline__ void step() {
+        constexpr bool LAGS = !MASKED && !SOFT_CAP;
+        if (!v_here) {
+            mbarrier_try_wait(smem.v_full[v.stage], v.parity);
+        }
+        hold(state.s);
+        hold(state.o);
+        wgmma_fence();
+        multiply_keys();
+        multiply_values();
+        wgmma_wait_group<1>();
+        hold(state.s);
+        if constexpr (LAGS) {
+            state.weigh_by_old_maximum(scale);
+        } else {
+            if (lane_idx == 0) {
+                mbarrier_arrive(smem.k_empty[k.stage]);
+            }
+            weigh<MASKED>();
+        }
+        // The compiler moves the wait up to the maximum, unless what comes before it needs the weights
+        // and touches memory.
+        st_shared_if(
+            lane_idx == 0, smem.unread[warp_idx - 4], state.step_sum[0] + state.step_sum[1]);
+        wgmma_wait_group<0>();
+        hold(state.o);
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.v_empty[v.stage]);
+        }
+        if constexpr (LAGS) {
+            state.catch_up(scale, [&](float (&s)[TOKENS / 8][4]) { rescore(s); });
+            if (lane_idx == 0) {
+                mbarrier_arrive(smem.k_empty[k.stage]);
+            }
+        }
+        k.next();
+        v.next();
+        // Asked early, needed by the next step.
+        k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
+        v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
+        dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        state.pack();
+    }
+
+    // Stores what an item came to, or merges all items of its tile if it is the last.
+    __device__ __forceinline__ void finish(int slot, RowStates rows) {
+        typename Cta::Order& order = smem.orders[slot][team];
+        const Item& item = order.item;
+        float m[2], d[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            m[h] = rows.m[h] * scale;
+            d[h] = rows.d[h] + __shfl_xor_sync(0xffffffffu, rows.d[h], 1);
+            d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
+        }
+        bool done = true;
+        if (item.first_slot >= 0) {
+#pragma unroll
+            for (int i = 0; i < Cta::State::O_VALUES; ++i) {
+                state.o[i / 4][i % 4] *= rows.behind[i % 4 / 2];
+            }
+            rows.behind[0] = rows.behind[1] = 1.0f;
+            const TeamSlots<Cta::ROWS, Cta::State::O_VALUES * 2> slots{
+                p.work, item, order.kv_head, team, row};
+            slots.store(state.o, m, d);
+            done = slots.takes_last_ticket(smem.last[team]);
+            if (done) {
+                slots.merge(state.o, m, d);
+            }
+        }
+        const bool results = done && store(slot, m, d, rows.behind);
+        fence_proxy_async();
+        if (lane_idx == 0 && warp_idx % 4 == 0) {
+            order.results = results;
+        }
+        mbarrier_arrive(smem.o_full[slot][team]);
+    }
+
+    // Stores finished rows; true: as results in the memory of their queries.
+    __device__ __forceinline__ bool store(
+        int slot, const float (&m)[2], const float (&d)[2], const float (&behind)[2]) {
+        constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
+        const typename Cta::Order& order = smem.orders[slot][team];
+        const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
+        float factor[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int at_row = row + 8 * h;
+            const PackedRow at(p.group, order.item, order.kv_head, at_row);
+            RowResult<Params> result(p, at, m[h], d[h]);
+            result.factor *= behind[h];
+            factor[h] = result.factor;
+            if (at_row < order.item.num_rows) {
+                if (lane_idx % 4 == 0) {
+                    result.store_lse();
+                }
+            }
+            if (!staged) {
+#pragma unroll
+                for (int tile = 0; tile < Cta::State::O_VALUES / 4; tile += 2) {
+                    float sums[4];
+                    const int feat =
+                        tile * 8 +
+                        neighbours<KV>(sums, &state.o[tile][2 * h], &state.o[tile + 1][2 * h]);
+                    if (at_row < order.item.num_rows && feat < p.head_dim_vo) {
+                        result.store(sums, feat);
+                    }
+                }
+            }
+        }
+        if (staged) {
+            const uint32_t tile = smem_address(smem.q[slot][team]);
+            const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
+#pragma unroll
+            for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
+                uint32_t x[4];
+#pragma unroll
+                for (int j = 0; j < 4;
+                     ++j) {  // adding 0 makes the results of a row without keys +0
+                    const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
+                    x[j] = cvt_pair<KV>(
+                        fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
+                }
+                stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
+            }
+        }
+        return staged;
+    }
+
+    // Before a step: whether its keys are here, and whether some row does not see all of them.
+    __device__ __forceinline__ bool masked() {
+        if (!k_here) {
+            mbarrier_try_wait(smem.k_full[k.stage], k.parity);
+            dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        }
+        return dropped != 0 || token < all_from || token + TOKENS > all_to;
+    }
+
+    // The first scores of an item, which no sums go with.
+    __device__ __forceinline__ void begin() {
+        token -= TOKENS;
+        masked();
+        hold(state.s);
+        wgmma_fence();
+        multiply_keys();
+        wgmma_wait_group<0>();
+        hold(state.s);
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.k_empty[k.stage]);
+        }
+        k.next();
+        state.rows = RowStates{};
+        starts = true;
+        weigh<true>();
+        state.pack();
+    }
+
+    // The last sums of an item, which no scores go with.
+    __device__ __forceinline__ void end() {
+        mbarrier_try_wait(smem.v_full[v.stage], v.parity);
+        hold(state.o);
+        wgmma_fence();
+        multiply_values();
+        wgmma_wait_group<0>();
+        hold(state.o);
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.v_empty[v.stage]);
+        }
+        v.next();
+        k_here = false;
+        finish(slot, state.rows);
+    }
+
+    // A step that begins an item and ends the one before.
+    __device__ __forceinline__ void pass_over(int old_slot) {
+        const RowStates old = state.rows;
+        state.rows = RowStates{};
+        token -= TOKENS;
+        masked();
+        step<true>();
+        finish(old_slot, old);
+        starts = true;
+    }
+
+    __device__ __forceinline__ void attend() {
+        bool has_item = next_item();
+        while (has_item) {
+            begin();
+            while (true) {
+                if (token > first_token) {
+                    token -= TOKENS;
+                    if (masked()) {
+                        step<true>();
+                    } else {
+                        step<false>();
+                    }
+                    state.rescale();
+                    starts = false;
+                    continue;
+                }
+                // With one slot, the next item's queries come where this one's results are first.
+                const int old_slot = slot;
+                has_item = Cta::SLOTS > 1 && next_item();
+                if (!has_item) {
+                    break;
+                }
+                pass_over(old_slot);
+            }
+            end();
+            has_item = Cta::SLOTS == 1 && next_item();
+        }
+    }
+};
+
+}  // namespace cukv

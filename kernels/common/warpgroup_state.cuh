@@ -1,0 +1,148 @@
+// The online softmax of a warpgroup's 64 rows while its products go on.
+//
+// A lane holds rows g and g + 8 of its warp's 16, as common/products.cuh says. Scores of a step wait
+// in `s`, become weights there, and are packed as the left operand of the second product, which
+// runs together with the next step's first product. So sums are a step behind.
+#pragma once
+#include "common/products.cuh"
+#include "common/ptx_sm90.cuh"
+
+namespace cukv {
+
+// Maximum of unscaled scores and denominator of this lane's rows, the latter of its own keys only.
+struct RowStates {
+    float m[2] = {NO_KEY, NO_KEY};
+    float d[2] = {0.0f, 0.0f};
+    float behind[2] = {1.0f, 1.0f};  // factor by which sums are still to be multiplied
+};
+
+template <typename KV, int TOKENS, int HEAD_DIM>
+struct WarpgroupState {
+    // Weights relative to an older maximum may be so large, as a power of two.
+    static constexpr float MOST = is_same<KV, half> ? 14.0f : 60.0f;
+
+    static constexpr int O_VALUES = HEAD_DIM / 2;  // sums of a lane
+
+    float s[TOKENS / 8][4];
+    float o[HEAD_DIM / 8][4];
+    uint32_t weights[TOKENS / 16][4];
+    RowStates rows;
+    float factor[2];    // of the sums so far
+    float step_sum[2];  // of the weights of a step, until catch_up
+    float step_m[2];
+
+    __device__ __forceinline__ WarpgroupState() : s{}, o{} {}
+
+    __device__ __forceinline__ void step_maximum() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float m = rows.m[h];
+#pragma unroll
+            for (int tile = 0; tile < TOKENS / 8; ++tile) {
+                m = fmaxf(m, fmaxf(s[tile][2 * h], s[tile][2 * h + 1]));
+            }
+            m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+            step_m[h] = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+        }
+    }
+
+    // Scores become weights relative to `base`, the same for all keys of a row.
+    __device__ __forceinline__ void weigh_by(const float (&base)[2], float scale) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int tile = 0; tile < TOKENS / 8; ++tile) {
+                float* pair = &s[tile][2 * h];
+                pair[0] = ex2(fmaf(pair[0], scale, -base[h]));
+                pair[1] = ex2(fmaf(pair[1], scale, -base[h]));
+                sum += pair[0] + pair[1];
+            }
+            step_sum[h] = sum;
+        }
+    }
+
+    // The same relative to the maximum with this step, as usual. A row may have seen no key yet.
+    __device__ __forceinline__ void weigh(float scale) {
+        step_maximum();
+        float base[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            base[h] = step_m[h] > NO_KEY ? step_m[h] * scale : 0.0f;
+        }
+        weigh_by(base, scale);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float fade = ex2(rows.m[h] * scale - base[h]);
+            rows.d[h] = rows.d[h] * fade + step_sum[h];
+            rows.m[h] = step_m[h];
+            factor[h] = fade * rows.behind[h];
+            rows.behind[h] = 1.0f;
+        }
+    }
+
+    // The same relative to the maximum of the steps before, so that exponentials need not wait for this
+    // step's, which is only needed by catch_up. All rows see all keys.
+    __device__ __forceinline__ void weigh_by_old_maximum(float scale) {
+        const float base[2] = {rows.m[0] * scale, rows.m[1] * scale};
+        step_maximum();
+        weigh_by(base, scale);
+    }
+
+    // Moves the maximum up after weigh_by_old_maximum: the sums fall behind when they have these
+    // weights too. Scores far above the old maximum are made again, by `rescore`, and weighed anew.
+    template <typename Rescore>
+    __device__ __forceinline__ void catch_up(float scale, Rescore rescore) {
+        bool fits = true;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            fits = fits && (step_m[h] - rows.m[h]) * scale <= MOST;
+        }
+        float fade[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            fade[h] = ex2((rows.m[h] - step_m[h]) * scale);
+        }
+        if (__any_sync(0xffffffffu, !fits)) {
+            rescore(s);
+            const float base[2] = {step_m[0] * scale, step_m[1] * scale};
+            weigh_by(base, scale);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                rows.d[h] = rows.d[h] * fade[h] + step_sum[h];
+                factor[h] = rows.behind[h] * fade[h];
+                rows.behind[h] = 1.0f;
+            }
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                rows.d[h] = (rows.d[h] + step_sum[h]) * fade[h];
+                factor[h] = rows.behind[h];
+                rows.behind[h] = fade[h];
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            rows.m[h] = step_m[h];
+        }
+    }
+
+    // Multiplies the sums by `factor`. Most steps raise no maximum.
+    __device__ __forceinline__ void rescale() {
+        if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 2; ++i) {
+                o[i / 4][i % 4] *= factor[i % 4 / 2];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void pack() {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; ++i) {
+            pack_weights<KV>(weights[i], s[2 * i], s[2 * i + 1]);
+        }
+    }
+};
+
+}  // namespace cukv

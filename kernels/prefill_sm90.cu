@@ -1,0 +1,145 @@
+// prefill_sm90 -- attend from tiles of 128 packed query rows to keys that a tensor map reads, on sm_90a.
+//
+//   s[r, j] = sm_scale * q[r] . k[j] (soft-capped), for the keys j of the item that row r sees
+//   o[r] = sum_j softmax(s[r])[j] * v[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
+//
+// The query heads of a KV head, times the query rows of a request, are the rows of a tile. A CTA has
+// two teams of a warpgroup and 64 rows each, and four warps that serve them:
+//
+//   warp 0  copies keys, a step of TOKENS at a time          warp 1    copies values
+//   warps 2, 3  bring a team's queries and take its results  warps 4-7, 8-11  teams 0, 1
+//
+// Teams never pause between items: the first scores of an item are computed together with the last
+// sums of the one before, whose results go out through the memory of its queries.
+// Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
+// Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
+// Reference: cukv/reference.py prefill
+#include "common/attention.cuh"
+#include "common/kv_server.cuh"
+#include "common/row_server.cuh"
+#include "common/team.cuh"
+
+namespace cukv {
+
+struct PrefillSm90Params : AttentionParams {
+    TensorMap q_map;
+    TensorMap o_map;
+    TensorMap k_map;
+    TensorMap v_map;
+    int32_t q_mapped;  // 1: there is a map of q
+    int32_t o_mapped;
+    int32_t k_head_spans;  // from a head to the next, in units of 128 bytes
+    int32_t v_head_spans;
+    int32_t piece_bits;     // log2 of the tokens of a page that one copy brings
+    int32_t heads_at_once;  // KV heads that are worked on at a time
+};
+
+static_assert(
+    sizeof(PrefillSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
+
+// Geometry of one specialisation, and its shared memory.
+template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, int SLOTS_, bool PAGED_>
+struct PrefillSm90Cta {
+    static constexpr int TOKENS = TOKENS_, STAGES = 2;
+    static constexpr int SLOTS = SLOTS_;  // items whose queries or results are here
+    static constexpr int DEALT = 4;       // items that were dealt and not yet begun by all
+    static constexpr bool PAGED = PAGED_;
+    static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
+    static constexpr int THREADS = (TEAMS + 1) * TEAM_THREADS;
+    // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has.
+    static constexpr int SERVER_REGISTERS = HEAD_DIM_VO > 64 ? 56 : 88;
+    static constexpr int TEAM_REGISTERS = HEAD_DIM_VO > 64 ? 224 : 208;
+    static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
+
+    using Queries = OperandTile<TEAM_ROWS, HEAD_DIM_QK, false>;
+    using Results = OperandTile<TEAM_ROWS, HEAD_DIM_VO, false>;
+    using Keys = OperandTile<TOKENS, HEAD_DIM_QK, PAGED>;
+    using Values = OperandTile<TOKENS, HEAD_DIM_VO, PAGED>;
+    using State = WarpgroupState<KV, TOKENS, HEAD_DIM_VO>;
+    using Place = RingPlace<STAGES>;
+
+    // What a team is given with its queries; an item without rows ends its work.
+    struct alignas(16) Order {
+        Item item;
+        int32_t kv_head;
+        int32_t results;  // from the team: whether they lie where its queries were
+    };
+
+    struct Smem {
+        alignas(1024) char q[SLOTS][TEAMS][Queries::BYTES];
+        char k[STAGES][Keys::BYTES];
+        char v[STAGES][Values::BYTES];
+        Order orders[SLOTS][TEAMS], dealt[DEALT];
+        uint64_t dealt_full[DEALT], dealt_empty[DEALT];
+        uint64_t q_full[SLOTS][TEAMS], o_full[SLOTS][TEAMS];
+        uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+        uint64_t v_landed;           // values whose last rows are still to be zeroed
+        uint32_t k_dropped[STAGES];  // pieces of a step whose page does not exist
+        int32_t last[TEAMS];         // whether the team has the last ticket
+        float unread[TEAMS * 4];     // of each warp
+    };
+
+    static __device__ __forceinline__ void set_up(Smem& smem) {
+        for (int i = 0; i < SLOTS * TEAMS; ++i) {
+            mbarrier_init(smem.q_full[i / TEAMS][i % TEAMS], 1);
+            mbarrier_init(smem.o_full[i / TEAMS][i % TEAMS], TEAM_THREADS);
+        }
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], TEAMS * 4);  // one lane of each warp
+            mbarrier_init(smem.v_empty[stage], TEAMS * 4);
+        }
+        for (int i = 0; i < DEALT; ++i) {
+            mbarrier_init(smem.dealt_full[i], 1);
+            mbarrier_init(smem.dealt_empty[i], 1 + TEAMS);  // who copies values, who serves teams
+        }
+        mbarrier_init(smem.v_landed, 1);
+        fence_mbarrier_init();
+    }
+
+    static __device__ __forceinline__ int own_rows(const Item& item, int team) {
+        return min(max(item.num_rows - team * TEAM_ROWS, 0), TEAM_ROWS);
+    }
+};
+
+template <
+    typename KV,
+    int HEAD_DIM_QK,
+    int HEAD_DIM_VO,
+    int TOKENS,
+    int SLOTS,
+    bool PAGED,
+    bool SOFT_CAP>
+__global__ void __launch_bounds__(384, 1)
+    prefill_sm90(const __grid_constant__ PrefillSm90Params p) {
+    using Cta = PrefillSm90Cta<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, PAGED>;
+    static_assert(Cta::THREADS == 384, "as the launch bounds say");
+    extern __shared__ __align__(1024) char smem_bytes[];
+    auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
+    // The same in all lanes, which the compiler is told: descriptors then take no lane's registers.
+    const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
+
+    // 1 barriers
+    if (threadIdx.x == 0) {
+        Cta::set_up(smem);
+    }
+    __syncthreads();
+
+    // 2 each warp its task
+    if (warp_idx < 4) {
+        setmaxnreg_dec<Cta::SERVER_REGISTERS>();
+        if (warp_idx == 0) {
+            serve_keys<Cta>(p, smem);
+        } else if (warp_idx == 1) {
+            serve_values<Cta>(p, smem);
+        } else {
+            RowServer<Cta, PrefillSm90Params>{p, smem, warp_idx - 2}.serve();
+        }
+    } else {
+        setmaxnreg_inc<Cta::TEAM_REGISTERS>();
+        Team<KV, Cta, SOFT_CAP, PrefillSm90Params>(p, smem, warp_idx).attend();
+    }
+}
+
+}  // namespace cukv

@@ -1,0 +1,272 @@
+"""Hopper's own prefill: wherever it can be launched it gives what the definition gives.
+
+The cases are those of the portable kernel, with Hopper's kernel chosen for all that tensor maps can
+read, however few rows there are; and what only that kernel has: copies of pieces of pages, pages
+that do not exist, tiles of items that any CTA may take, scores far above those before.
+"""
+
+import cupy as cp
+import numpy as np
+import pytest
+from cases import PagedCase, indptr_of, random_rows
+from test_decode import LENS, PAGE_CASES, ROWS, assert_attends, attend, check, define
+from test_ragged import assert_is_prefill, prefill_arrays
+from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
+
+from cukv import PagedKVCache, RaggedTensor, _paged_attention, reference
+from cukv._kernels import arch_of
+from cukv._specialisations import Sm90Tile, runs_on, sm90_tiles
+from cukv._tiles import _ALL_ROWS, Served
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    if not runs_on("prefill_sm90", arch_of(0)):
+        pytest.skip("needs sm_90")
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Have prefill_sm90 serve every call that it can: gives the tiles that were chosen."""
+    chosen = []
+    choose = _paged_attention.choose_tiles
+
+    def choose_hopper(op, pages, aligned, *sizes):
+        *_, one_row, batch_invariant, paged = sizes
+        k, v = (p.array for p in pages)
+        wanted = (k.dtype, k.shape[3], v.shape[3], paged)
+        for tile in () if one_row or batch_invariant else sm90_tiles():
+            if tile[:4] == wanted:
+                chosen.append(tile)
+                return (Served(tile, *_ALL_ROWS),)
+        return choose(op, pages, aligned, *sizes)
+
+    monkeypatch.setattr(_paged_attention, "choose_tiles", choose_hopper)
+    _paged_attention._kinds_of.cache_clear()
+    yield chosen
+    _paged_attention._kinds_of.cache_clear()
+
+
+def planned_on_hopper(plan):
+    """Tell whether a plan's work is for prefill_sm90."""
+    ((tile, _),) = plan.work.kind.tiles
+    return isinstance(tile, Sm90Tile)
+
+
+MAPPED = [case for case in PAGE_CASES if case.page_size % 8 == 0]
+
+
+@pytest.mark.parametrize("case", MAPPED, ids=str)
+def test_any_page_size_of_whole_eights_layout_and_form(case, rng, forced):
+    qo_lens = [(1, 3, 0, 2)[b % 4] for b in range(case.batch_size)]
+    check(cp, case, rng, qo_lens=qo_lens, causal=True)
+    assert forced
+
+
+# Every width; pieces of pages that a step of keys holds 16, 8, 2 and 1 of, or a part of.
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 256])
+@pytest.mark.parametrize("tile", sorted({t[1:3] for t in sm90_tiles() if t.paged}), ids=str)
+def test_every_width_takes_every_kind_of_page(tile, page_size, rng, forced):
+    case = PagedCase((45, 0, 700, 17), page_size, 2, *tile, dtype="bfloat16", layout="HND")
+    for causal in (True, False):
+        check(cp, case, rng, group_size=2, qo_lens=(3, 2, 300, 30), causal=causal)
+    assert {t[1:3] for t in forced} == {tile}
+
+
+@pytest.mark.parametrize("rows", [r for r in ROWS if r.page_size % 8 == 0], ids=str)
+def test_any_rows(rows, rng, forced):
+    case = PagedCase(rows.kv_lens, rows.page_size, 2, 64, dtype=rows.dtype, index_dtype="int64")
+    options = {"causal": rows.causal, "window_left": rows.window_left}
+    check(cp, case, rng, group_size=rows.group_size, qo_lens=rows.qo_lens, **options)
+    assert bool(forced) == (not rows.dtype.startswith("float8"))
+
+
+# Keys wider than values, which only ragged ones may be; a cap is left to the portable kernel.
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"logits_soft_cap": 5.0}], ids=str)
+def test_ragged_keys_wider_than_values(options, rng, forced):
+    qo_lens, kv_lens = (0, 200, 3, 77, 1), (9, 700, 0, 130, 256)
+    arrays = prefill_arrays(rng, "bfloat16", (4, 2, 2), (192, 128), qo_lens, kv_lens)
+    q, k, v = (
+        RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(lens)))
+        for x, lens in zip(arrays, (qo_lens, kv_lens, kv_lens), strict=True)
+    )
+    got = q.prefill(k, v, return_lse=True, **options)
+    assert_is_prefill(got, arrays, "bfloat16", qo_lens, kv_lens, **options)
+    assert {t[1:3] for t in forced} == {(192, 128)}
+
+
+# Options alone and with the diagonal; scales of either sign and none.
+OPTIONS = [
+    {"window_left": 9},
+    {"window_left": 0, "causal": True},
+    {"window_left": 130, "causal": True},
+    {"logits_soft_cap": 2.0, "causal": True},
+    {"logits_soft_cap": 30.0, "sm_scale": -0.2, "window_left": 70},
+    {"sm_scale": -0.2, "k_scale": 0.5, "v_scale": 3.0},
+    {"sm_scale": 0.0, "causal": True},
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(options, dtype, rng, forced):
+    qo_lens, kv_lens = (0, 1, 200, 5, 77), (9, 0, 333, 130, 40)
+    arrays = prefill_arrays(rng, dtype, (8, 2, 2), (128, 128), qo_lens, kv_lens)
+    q, k, v = (
+        RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(lens)))
+        for x, lens in zip(arrays, (qo_lens, kv_lens, kv_lens), strict=True)
+    )
+    got = q.prefill(k, v, return_lse=True, **options)
+    assert_is_prefill(got, arrays, dtype, qo_lens, kv_lens, **options)
+    assert forced
+
+
+def test_sinks(rng, forced):
+    case = PagedCase(LENS, 16, 2, 128, dtype="bfloat16")
+    sinks = rng.normal(0, 3, 8).astype(np.float32)
+    qo_lens = [(1, 3, 0, 2)[b % 4] for b in range(case.batch_size)]
+    check(cp, case, rng, qo_lens=qo_lens, sinks=sinks)
+    assert forced
+
+
+# Scores so far above those before that weights relative to the old maximum would overflow.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [4.0, 60.0])
+def test_scores_far_above_those_before(factor, dtype, rng, forced):
+    q, k, v = prefill_arrays(rng, dtype, (4, 1, 1), (128, 128), (300,), (1500,))
+    k = k.astype(np.float32)
+    k[5::97] *= factor
+    arrays = q, k.astype(q.dtype), v
+    for causal in (True, False):
+        q, k, v = (
+            RaggedTensor(cp.asarray(x), [0, n])
+            for x, n in zip(arrays, (300, 1500, 1500), strict=True)
+        )
+        got = q.prefill(k, v, causal=causal, return_lse=True)
+        assert_is_prefill(got, arrays, dtype, (300,), (1500,), causal=causal)
+    assert forced
+
+
+def test_rows_that_see_nothing_in_the_first_step_and_all_of_the_next(rng, forced):
+    arrays = prefill_arrays(rng, "bfloat16", (1, 1, 1), (128, 128), (256,), (511,))
+    q, k, v = (RaggedTensor(cp.asarray(x), [0, len(x)]) for x in arrays)
+    got = q.prefill(k, v, causal=True, return_lse=True)
+    assert_is_prefill(got, arrays, "bfloat16", (256,), (511,), causal=True)
+    assert forced
+
+
+# A tile that all CTAs share, with and without soft cap; over and over with the same bits.
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_few_rows_over_many_keys_are_split(cap, rng, forced):
+    case = PagedCase((9000, 3, 5001), 64, 1, 128, dtype="bfloat16")
+    arrays = case.arrays(rng)
+    cache, table = case.nouns(arrays, cp)
+    q = case.queries(rng, 50, 4)
+    options = {"causal": True} | ({} if cap is None else {"logits_soft_cap": cap})
+    found = [attend(cache, table, cp.asarray(q), [0, 40, 43, 50], **options) for _ in range(4)]
+    want = define(case, arrays, q, [0, 40, 43, 50], **options)
+    scale = max_abs(arrays.v)
+    assert_attends(found[0], want, operands="bfloat16", scale=scale, capped=cap is not None)
+    for got in found:
+        for x, first in zip(got, found[0], strict=True):
+            assert_same_bits(x, first)
+    assert forced
+
+
+@pytest.mark.parametrize("page_size", [16, 24, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_of_pages_that_do_not_exist_are_dropped(page_size, causal, rng, forced):
+    case = PagedCase((900, 77), page_size, 2, 128, dtype="bfloat16")
+    arrays = case.arrays(rng)
+    pages = case.pages[0]
+    gone = np.arange(1, pages, 3)
+    cache, table = case.nouns(arrays, cp)
+    bad = to_numpy(table.indices).copy()
+    bad[gone] = np.resize([-1, case.max_num_pages, np.iinfo(bad.dtype).max], len(gone))
+    table.indices[...] = cp.asarray(bad)
+    q = case.queries(rng, 90, 4)
+    got = attend(cache, table, cp.asarray(q), [0, 50, 90], causal=causal)
+
+    # The same as a mask that hides them.
+    hidden = np.zeros(900, bool)
+    for page in gone:
+        hidden[page * page_size : (page + 1) * page_size] = True
+    keys = np.arange(900)
+    mask = np.broadcast_to(~hidden, (50, 900)).copy()
+    if causal:
+        mask &= keys <= np.arange(50)[:, None] + 850
+    first = (arrays.indptr[:2], arrays.indices, arrays.last_page_len[:1])
+    k, v = case.stores(arrays.data)
+    want = reference.prefill(q[:50], np.array([0, 50]), k, v, *first, custom_mask=mask.reshape(-1))
+    assert_close(got[0][:50], want[0], ATTENTION["bfloat16"], scale=max_abs(arrays.v))
+    assert_close(got[1][:50], want[1], LSE)
+    assert forced
+
+
+# Queries and results that no map reads: groups that do not divide a team, odd strides, floats.
+@pytest.mark.parametrize("group_size", [3, 5, 128])
+def test_groups_that_do_not_divide_a_team_of_rows(group_size, rng, forced):
+    case = PagedCase((300, 0, 45), 16, 1, 128, dtype="float16")
+    check(cp, case, rng, group_size=group_size, qo_lens=(70, 2, 9), causal=True)
+    assert forced
+
+
+def test_queries_and_results_of_any_strides_and_dtypes(rng, forced):
+    case = PagedCase((300, 45), 16, 2, 128, dtype="bfloat16")
+    arrays = case.arrays(rng)
+    cache, table = case.nouns(arrays, cp)
+    q = case.queries(rng, 90, 8)
+    want = attend(cache, table, cp.asarray(q), [0, 80, 90], causal=True)
+    wide = cp.empty((90, 9, 132), q.dtype)
+    view = wide[:, 1:, 3:131]
+    view[...] = cp.asarray(q)
+    assert_same_bits(attend(cache, table, view, [0, 80, 90], causal=True)[0], want[0])
+    out = cp.empty((90, 9, 132), q.dtype)
+    out.view("u2")[...] = 0x7FFF
+    got = attend(cache, table, view, [0, 80, 90], causal=True, out=out[:, 1:, 3:131])
+    assert_same_bits(got[0], want[0])
+    assert (to_numpy(out.view("u2")[:, :1]) == 0x7FFF).all()
+    assert (to_numpy(out.view("u2")[:, :, 131:]) == 0x7FFF).all()
+    floats = cp.empty(q.shape, np.float32)
+    attend(cache, table, cp.asarray(q), [0, 80, 90], causal=True, out=floats)
+    assert_close(floats, want[0], ATTENTION["bfloat16"], scale=max_abs(arrays.v))
+    assert forced
+
+
+# A plan belongs to a geometry: the portable kernel takes the layers that no map reads.
+def test_a_plan_serves_layers_that_no_map_reads(rng, forced):
+    case = PagedCase((300, 45), 16, 2, 128, dtype="bfloat16", form="pair")
+    arrays = case.arrays(rng)
+    cache, table = case.nouns(arrays, cp)
+    q = RaggedTensor(cp.asarray(case.queries(rng, 90, 8)), [0, 80, 90])
+    plan = cache.plan(q, table, causal=True)
+    assert planned_on_hopper(plan)
+    want = cache.prefill(q, table, causal=True, plan=plan)
+    # The same contents with heads in descending order of addresses.
+    layer = PagedKVCache(tuple(cp.asarray(x[:, :, ::-1].copy())[:, :, ::-1] for x in arrays.data))
+    got = layer.prefill(q, table, causal=True, plan=plan)
+    assert_close(got, want, ATTENTION["bfloat16"], scale=max_abs(arrays.v))
+
+
+# Values narrower than the keys that a ragged plan was made from.
+def test_a_ragged_plan_serves_narrower_values(rng, forced):
+    arrays = prefill_arrays(rng, "float16", (4, 2, 2), (128, 64), (150, 3), (200, 90))
+    q, k, v = (
+        RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(lens)))
+        for x, lens in zip(arrays, ((150, 3), (200, 90), (200, 90)), strict=True)
+    )
+    plan = q.plan(k, causal=True)
+    assert planned_on_hopper(plan)
+    got = q.prefill(k, v, causal=True, plan=plan, return_lse=True)
+    assert_is_prefill(got, arrays, "float16", (150, 3), (200, 90), causal=True)
+
+
+def test_large_calls_choose_it_by_themselves(rng):
+    q, k = (
+        RaggedTensor(cp.asarray(random_rows(rng, (600, n, 128), "bfloat16")), [0, 600])
+        for n in (4, 1)
+    )
+    assert planned_on_hopper(q.plan(k, causal=True))
+    assert not planned_on_hopper(q.plan(k, causal=True, batch_invariant=True))

@@ -1,0 +1,105 @@
+"""Tensor maps name the elements that an array's strides name, and are refused where they cannot.
+
+The copies are done by hand here, from what the driver would be told; no GPU is needed.
+"""
+
+import numpy as np
+import pytest
+from cases import fake_cupy
+
+from cukv._pages import PagePair
+from cukv._ragged_pages import _RaggedPair
+from cukv._rows import Pages
+from cukv._tensor_maps import are_paged, box_of, piece_tokens
+
+STEP = 128  # tokens
+
+
+def pair(k, v=None, kind=PagePair):
+    """See arrays [num_pages, page_size, num_heads, head_dim] as a cache, or as ragged rows."""
+    arrays = (k, k if v is None else v)
+    return kind(*(Pages("test", n, a, None) for n, a in zip("kv", arrays, strict=True)))
+
+
+def copied(array, box, start):
+    """Copy a box by hand: bytes from the array's first element, -1 outside, innermost last."""
+    steps = [array.itemsize, *box.strides]
+    grids = np.meshgrid(*[np.arange(n) for n in box.box], indexing="ij")
+    at = [grid + first for grid, first in zip(grids, start, strict=True)]
+    inside = np.all([x < size for x, size in zip(at, box.sizes, strict=True)], axis=0)
+    offsets = sum(x * step for x, step in zip(at, steps, strict=True))
+    return np.where(inside, offsets, -1).T
+
+
+def layouts(page_size, num_heads, dim):
+    """Give arrays [num_pages, page_size, num_heads, dim] of each layout and form, by name."""
+    pages = 5
+    yield "NHD, one array", fake_cupy((pages, 2, page_size, num_heads, dim))[:, 1]
+    yield "HND, one array", fake_cupy((pages, 2, num_heads, page_size, dim))[:, 0].swapaxes(1, 2)
+    yield "HND pair", fake_cupy((pages, num_heads, page_size, dim)).swapaxes(1, 2)
+    padded = fake_cupy((pages, page_size + 3, num_heads + 1, dim + 64))
+    yield "padded", padded[:, :page_size, :num_heads, :dim]
+    yield "every other head", fake_cupy((pages, page_size, 2 * num_heads, dim))[:, :, ::2]
+
+
+# Pages shorter than a step, as long, longer; that do not divide it; one head and several.
+@pytest.mark.parametrize("page_size", [8, 16, 24, 48, 128, 256])
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, dim):
+    piece = piece_tokens(page_size, STEP)
+    assert page_size % piece == STEP % piece == piece % 8 == 0
+    for name, array in layouts(page_size, num_heads, dim):
+        assert are_paged(pair(array)) is True, name
+        page, token, head, _ = array.strides
+        box = box_of(array, STEP, dim)
+        head_spans = head // 128 if num_heads > 1 else 0
+        for h, first in ((0, 0), (num_heads - 1, page_size - piece)):
+            got = copied(array, box, (0, 0, h * head_spans, first // 8, 3))
+            tokens, spans = np.arange(piece) + first, np.arange(dim)
+            want = 3 * page + tokens[:, None] * token + h * head + spans * array.itemsize
+            # a copy has 8 rows of each span together
+            want = want.reshape(piece // 8, 8, dim // 64, 64).swapaxes(1, 2)
+            np.testing.assert_array_equal(got[0], want, err_msg=name)
+        assert (copied(array, box, (0, 0, 0, 0, array.shape[0])) == -1).all(), "a page past the end"
+
+
+@pytest.mark.parametrize("hnd", [False, True])
+def test_a_copy_of_ragged_rows_stops_at_their_end(hnd):
+    array = fake_cupy((3, 300, 128) if hnd else (300, 3, 128))
+    rows = (array.swapaxes(0, 1) if hnd else array)[:, None]
+    assert are_paged(pair(rows, kind=_RaggedPair)) is False
+    box = box_of(rows, STEP, 128)
+    row, _, head, _ = rows.strides
+    got = copied(rows, box, (0, 250, 2 * head // 128))
+    want = (250 + np.arange(STEP))[:, None] * row + 2 * head + np.arange(128) * 2
+    want[50:] = -1
+    np.testing.assert_array_equal(got, want.reshape(STEP, 2, 64).swapaxes(0, 1))
+
+
+def test_values_of_fewer_elements_are_copied_within_their_array():
+    array = fake_cupy((40, 16, 2, 64))
+    box = box_of(array, STEP, 128)  # for a tile of 128
+    got = copied(array, box, (0, 0, 1, 0, 39))
+    assert got.max() < array.size * array.itemsize
+    assert (got[:, :, 1] == -1).all(), "what follows the last head"
+
+
+def test_what_a_map_cannot_read_is_left_to_other_kernels():
+    good = fake_cupy((5, 16, 3, 128))
+    assert are_paged(pair(good)) is True
+    shifted = fake_cupy((5 * 16 * 3 * 128 + 4,))[4:].reshape(good.shape)
+    for bad in (
+        fake_cupy((5, 12, 3, 128)),  # a page that ends within a swizzle pattern
+        fake_cupy((5, 1, 3, 128)),
+        fake_cupy((5, 16, 3, 96)),
+        fake_cupy((5, 16, 3, 136))[..., :128],  # heads that begin within a span
+        fake_cupy((5, 16, 3, 128), "float8_e4m3fn"),
+        fake_cupy((0, 16, 3, 128)),
+        shifted,
+        good[::-1],
+        good[:, :, ::-1],
+    ):
+        assert are_paged(pair(bad)) is None
+        if bad.shape[1] == good.shape[1]:
+            assert are_paged(pair(good, bad)) is None
