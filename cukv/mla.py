@@ -365,9 +365,9 @@ class MLAPagedCache(CacheNoun):
 
         Notes
         -----
-        Current stream, no synchronisation. Pages of whole eights are the fast ones. Sources:
-        kernels/mla_decode.cu, and kernels/mla_decode_sm90.cu where a request has more than 16
-        packed rows (query rows times heads) on Hopper.
+        Current stream, no synchronisation. Pages of whole eights are the fast ones. On
+        Hopper requests of more than 16 packed rows (query rows times heads) have a kernel of their
+        own. Source: kernels/mla_decode.cu, kernels/mla_decode_sm90.cu.
         """
         op = "MLAPagedCache.decode"
         if sm_scale is None:

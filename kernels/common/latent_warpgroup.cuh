@@ -6,6 +6,7 @@
 #pragma once
 #include "common/latent_sm90.cuh"
 #include "common/products.cuh"
+#include "common/ptx_wgmma.cuh"
 
 namespace cukv {
 

@@ -5,7 +5,7 @@
 // runs together with the next step's first product. So sums are a step behind.
 #pragma once
 #include "common/products.cuh"
-#include "common/ptx_sm90.cuh"
+#include "common/ptx_wgmma.cuh"
 
 namespace cukv {
 
