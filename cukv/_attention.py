@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _FLOAT64 = np.dtype(np.float64)
 _HALVES = (FLOAT16, BFLOAT16)
 _OUTPUTS = (*_HALVES, FLOAT32)
+_LONGEST_WINDOW = (1 << 31) - 1  # no request is longer
 
 
 def no_kernel(op: str, what: str = "it") -> NotImplementedError:
@@ -73,16 +74,14 @@ def check_options(
     ``sinks`` must be in the home of ``like``.
     """
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else host_scale(op, "sm_scale", sm_scale)
-    cap = None if logits_soft_cap is None else float(logits_soft_cap)
-    if cap is not None and not 0 <= cap < math.inf:
-        raise ValueError(f"{op}: logits_soft_cap must be 0 or more (0 = off), got {cap}")
+    cap = check_soft_cap(op, logits_soft_cap)
     if sinks is not None:
         sinks = as_array(op, "sinks", sinks, like)
         match(op, "sinks", sinks, ("num_qo_heads",), {"num_qo_heads": num_qo_heads})
         extra = (_FLOAT64,) if home(op, q=like, sinks=sinks) is np else ()
         match_dtype(op, "sinks", sinks, *_OUTPUTS, *extra)
-        if isinstance(sinks, np.ndarray) and np.isnan(sinks.astype(np.float64)).any():
-            raise ValueError(f"{op}: sinks must not be NaN")
+        if isinstance(sinks, np.ndarray) and not (sinks.astype(np.float64) < np.inf).all():
+            raise ValueError(f"{op}: sinks must be numbers or -inf, got NaN or inf")
     return {
         "sm_scale": scale,
         "window_left": check_window(op, window_left),
@@ -93,10 +92,28 @@ def check_options(
 
 def check_window(op: str, window_left: int) -> int:
     """Give the window as an int: keys to the left of the query's own position; -1 is off."""
-    window = int(window_left)
+    try:
+        window = int(window_left)
+    except (TypeError, ValueError, OverflowError):
+        window = -2
     if window != window_left or window < -1:
         raise ValueError(f"{op}: window_left must be a whole number, -1 = off, got {window_left}")
-    return window
+    return min(window, _LONGEST_WINDOW)
+
+
+def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
+    """Give the soft cap as a float; None is off, and so is 0."""
+    if logits_soft_cap is None:
+        return None
+    try:
+        cap = float(logits_soft_cap)
+    except (TypeError, ValueError):
+        cap = math.nan
+    if not 0 <= cap < math.inf:
+        raise ValueError(
+            f"{op}: logits_soft_cap must be finite and 0 or more (0 = off), got {logits_soft_cap}"
+        )
+    return cap
 
 
 def check_mask(op: str, mask: Any, batch_size: int) -> None:

@@ -31,6 +31,7 @@ from cukv._launches import (
     make_work,
     pack_query_rows,
     remember,
+    require_arrays,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
@@ -304,6 +305,7 @@ class LatentAttention:
         if lse is None and return_lse:
             lse = empty(op, q_nope.shape[:2], FLOAT32, cp, like=q_nope)
         if work is not None and launch is not None:
+            require_arrays(work, call)
             launch(
                 table.packed,
                 q_nope.data.ptr,

@@ -9,8 +9,10 @@ import cupy as cp
 
 from cukv._arrays import Array
 from cukv._attention import require_plan
+from cukv._index import pack_index
 from cukv._kernels import packer
 from cukv._specialisations import KINDS
+from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
     from cukv._attention import PagedCall
@@ -54,6 +56,24 @@ def work_of_call(
             "meanwhile would be given to others before the graph runs"
         )
     return make_work(kind, call)
+
+
+def require_arrays(work: WorkLists, call: PagedCall | LatentCall) -> None:
+    """Raise unless the lists were made from a call's index arrays: the kernels read both."""
+    for name, mine, theirs in (
+        ("table", work.table, call.table),
+        ("qo_indptr", work.qo_indptr, call.qo_indptr),
+    ):
+        if mine is not theirs and _packed(mine) != _packed(theirs):
+            raise ValueError(
+                f"{call.op}: the plan was made from another {name}; a plan follows changed contents "
+                "of its own arrays when it is updated"
+            )
+
+
+def _packed(x: PageTable | Array | None) -> bytes:
+    """Pack index arrays as kernels take them: their addresses, strides and sizes."""
+    return x.packed if isinstance(x, PageTable) else pack_index(x)
 
 
 def array_signature(array: Array) -> tuple[Any, ...]:

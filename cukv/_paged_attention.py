@@ -18,6 +18,7 @@ from cukv._attention import (
     check_options,
     check_paged_call,
     check_results,
+    check_soft_cap,
     check_window,
     output_dtype,
     require_plan,
@@ -31,6 +32,7 @@ from cukv._launches import (
     array_signature,
     make_work,
     remember,
+    require_arrays,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
@@ -108,7 +110,7 @@ class PagedAttention:
     def plan(self, call: PagedCall, batch_invariant: bool) -> Plan:
         """Make the work lists of calls like this one."""
         kind = self._kind(call, batch_invariant)
-        return Plan(call.op, kind.key, make_work(kind, call))
+        return Plan(call.op, kind.key, make_work(kind, call), batch_invariant)
 
     def _kind(self, call: PagedCall, batch_invariant: bool) -> PlanKind:
         """Give what plans like this one share, checked and sized at the first of them."""
@@ -232,7 +234,7 @@ class PagedAttention:
         if sm_scale is not None and type(sm_scale) is not float:
             sm_scale = host_scale(op, "sm_scale", sm_scale)
         if logits_soft_cap is not None and type(logits_soft_cap) is not float:
-            logits_soft_cap = float(logits_soft_cap)
+            logits_soft_cap = check_soft_cap(op, logits_soft_cap)
         if type(window_left) is not int:
             window_left = check_window(op, window_left)
         arrays = (
@@ -271,6 +273,7 @@ class PagedAttention:
         if lse is None and return_lse:
             lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
         if work is not None:
+            require_arrays(work, call)
             if work.mask is not custom_mask:
                 _require_mask(op, work, custom_mask)
             for launch, packed in zip(prepared.launches, work.packed, strict=True):

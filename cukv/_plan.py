@@ -61,6 +61,7 @@ class Plan:
     op: str
     key: tuple[tuple[str, Any], ...]
     work: WorkLists | None = None  # on a GPU
+    batch_invariant: bool = False
 
     def update(self) -> None:
         """Follow the present contents of the index arrays and the mask that the plan was made from.
@@ -80,7 +81,8 @@ class Plan:
                 raise ValueError(f"{op}: the plan was made for {name}={wanted}, got {got}")
 
     def __repr__(self) -> str:
-        return f"Plan({self.op}, {', '.join(f'{n}={v}' for n, v in self.key)})"
+        fields = [*self.key, ("batch_invariant", self.batch_invariant)]
+        return f"Plan({self.op}, {', '.join(f'{n}={v}' for n, v in fields)})"
 
 
 class Cut(NamedTuple):
@@ -271,8 +273,8 @@ class WorkLists:
     """The work lists of a plan in device memory, and the arrays that they follow."""
 
     __slots__ = (
-        "_fill", "_fill_mask", "_indptr", "_lists", "_memory", "_qo_indptr", "_source", "_table",
-        "kind", "mask", "packed",
+        "_fill", "_fill_mask", "_indptr", "_lists", "_memory", "_source", "kind", "mask", "packed",
+        "qo_indptr", "table",
     )  # fmt: skip
 
     def __init__(
@@ -286,7 +288,7 @@ class WorkLists:
         kind: Any,
     ) -> None:
         self._fill, self._fill_mask = fills
-        self._table, self._qo_indptr, self._memory = table, qo_indptr, memory
+        self.table, self.qo_indptr, self._memory = table, qo_indptr, memory
         self._indptr = pack_index(qo_indptr)
         self._lists = [of_plan for _, of_plan in packed] + [_NO_LIST] * (2 - len(packed))
         self._source = b"" if mask is None else _pack_mask(mask)
@@ -297,8 +299,8 @@ class WorkLists:
     def update(self) -> None:
         """Fill the lists from the present contents of the arrays."""
         if self._fill_mask is not None:
-            self._fill_mask(self._table.packed, self._indptr, *self._lists, self._source)
-        self._fill(self._table.packed, self._indptr, *self._lists)
+            self._fill_mask(self.table.packed, self._indptr, *self._lists, self._source)
+        self._fill(self.table.packed, self._indptr, *self._lists)
 
 
 def _pack_mask(mask: Mask) -> bytes:

@@ -330,7 +330,7 @@ class CascadeLevels(Noun):
             over the concatenation, so that a window may end in any level.
         logits_soft_cap : float
             ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
-        sinks : [num_qo_heads]
+        sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once (not per level) to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
             ``q.k`` is times ``q_scale * k_scale``, the output times ``v_scale``.
@@ -348,7 +348,8 @@ class CascadeLevels(Noun):
         o : [nnz, num_qo_heads, head_dim_vo]
             In q's dtype (bfloat16 for fp8 q), in q's order; 0 for a row that sees no key.
         lse : [nnz, num_qo_heads] float32
-            **Base 2**, over the keys of all levels; -inf for a row that sees no key.
+            **Base 2**, over the keys of all levels; -inf for a row that sees no key,
+            ``sink * log2(e)`` if it has a sink.
 
         Raises
         ------

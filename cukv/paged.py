@@ -331,7 +331,7 @@ class PagedKVCache(CacheNoun):
         table : PageTable
             As in the calls.
         causal, window_left, custom_mask
-            As in the calls.
+            As in the calls; ``decode`` has a window only.
         batch_invariant : bool
             Make a request's bits independent of its batch mates.
 
@@ -355,8 +355,8 @@ class PagedKVCache(CacheNoun):
         ragged = isinstance(q, RaggedTensor)
         op = "PagedKVCache.prefill" if ragged else "PagedKVCache.decode"
         rows, qo_indptr = as_rows(op, "q", q), q.indptr if ragged else None
-        if custom_mask is not None and not ragged:
-            raise ValueError(f"{op}: takes no custom_mask")
+        if not ragged and (causal or custom_mask is not None):
+            raise ValueError(f"{op}: takes no {'causal' if causal else 'custom_mask'}")
         call = PagedCall(op, rows, qo_indptr, table, bool(causal), window_left, custom_mask)
         if self._attention is not None:
             return self._attention.plan(call, bool(batch_invariant))
@@ -393,7 +393,7 @@ class PagedKVCache(CacheNoun):
             Tokens to the left of the query's own that it sees; -1 is all.
         logits_soft_cap : float
             ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
-        sinks : [num_qo_heads]
+        sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
             ``q.k`` is times ``q_scale * k_scale``, the output times ``v_scale``.
@@ -412,6 +412,7 @@ class PagedKVCache(CacheNoun):
             In q's dtype (bfloat16 for fp8 q); 0 for a request without tokens.
         lse : [batch_size, num_qo_heads] float32
             **Base 2**: ``log2(sum(2 ** (logits * log2(e))))``; -inf without tokens.
+            A sink counts as a token without a value: alone it gives ``sink * log2(e)``.
 
         Raises
         ------
@@ -479,7 +480,7 @@ return_lse
         o : [nnz, num_qo_heads, head_dim_vo]
             0 for a row that sees no key.
         lse : [nnz, num_qo_heads] float32
-            Base 2; -inf for a row that sees no key.
+            Base 2; -inf for a row that sees no key, ``sink * log2(e)`` if it has a sink.
 
         Raises
         ------

@@ -289,7 +289,7 @@ class RaggedTensor(ArrayNoun):
             Tokens to the left of ``i + kv_len - qo_len`` that query ``i`` sees; -1 is all.
         logits_soft_cap : float
             ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
-        sinks : [num_qo_heads]
+        sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
             ``q.k`` is times ``q_scale * k_scale``, the output times ``v_scale``.
@@ -307,7 +307,7 @@ class RaggedTensor(ArrayNoun):
         o : [nnz, num_qo_heads, head_dim_vo]
             In q's dtype (bfloat16 for fp8 q); 0 for a row that sees no key.
         lse : [nnz, num_qo_heads] float32
-            **Base 2**; -inf for a row that sees no key.
+            **Base 2**; -inf for a row that sees no key, ``sink * log2(e)`` if it has a sink.
 
         Raises
         ------

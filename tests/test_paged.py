@@ -1732,9 +1732,9 @@ def test_attention_names_what_it_refuses(nouns, make):
     for options, error, message in (
         ({"window_left": -2}, ValueError, "window_left must be a whole number, -1 = off, got -2"),
         ({"window_left": 1.5}, ValueError, "window_left must be a whole number"),
-        ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap must be 0 or more"),
-        ({"logits_soft_cap": np.nan}, ValueError, "logits_soft_cap must be 0 or more"),
-        ({"logits_soft_cap": INF}, ValueError, "logits_soft_cap must be 0 or more"),
+        ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap must be finite and 0 or more"),
+        ({"logits_soft_cap": np.nan}, ValueError, "logits_soft_cap must be finite and 0 or more"),
+        ({"logits_soft_cap": INF}, ValueError, "logits_soft_cap must be finite and 0 or more"),
         ({"sm_scale": np.nan}, ValueError, "sm_scale must be finite, got nan"),
         ({"sm_scale": INF}, ValueError, "sm_scale must be finite, got inf"),
         ({"sinks": make(3, "float32")}, ValueError, r"sinks must be \[num_qo_heads=4\], got \[3\]"),

@@ -365,7 +365,7 @@ def test_prefill_names_what_it_refuses(make):
         ((k.data, v), {}, TypeError, r"k must be a RaggedTensor, got <class '\w+.ndarray'>"),
         ((k, v.data), {}, TypeError, r"v must be a RaggedTensor, got <class '\w+.ndarray'>"),
         ((k, v), {"window_left": -2}, ValueError, "window_left must be a whole number"),
-        ((k, v), {"logits_soft_cap": -1}, ValueError, "logits_soft_cap must be 0 or more"),
+        ((k, v), {"logits_soft_cap": -1}, ValueError, "logits_soft_cap must be finite and 0 or"),
         ((k, v), {"sm_scale": INF}, ValueError, "sm_scale must be finite"),
         ((k, v), {"sinks": make(3, "float32")}, ValueError, r"sinks must be \[num_qo_heads=4\]"),
         ((k, v), {"custom_mask": make((5, 7))}, TypeError, "custom_mask must be a RaggedMask or"),

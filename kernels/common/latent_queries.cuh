@@ -242,6 +242,7 @@ __device__ __forceinline__ void multiply_latent_values(
     float (&o)[FEAT_TILES][4], uint32_t weights, uint32_t values, int first_tile) {
     using Values = ValueOperands<KV>;
     const int lane_idx = threadIdx.x % WARP_SIZE;
+    const uint32_t from = Values::template address<ROW_BYTES>(values);
 #pragma unroll
     for (int token = 0; token < TOKENS; token += Values::TOKENS) {
         uint32_t a[Values::TOKENS / 16][4];
@@ -256,7 +257,7 @@ __device__ __forceinline__ void multiply_latent_values(
                 __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
             }
             Values b;
-            b.template load<ROW_BYTES>(values, token, first_tile + tile);
+            b.template load<ROW_BYTES>(from, token, first_tile + tile);
 #pragma unroll
             for (int j = 0; j < Values::TOKENS / 16; ++j) {
                 OperandPair even, odd;
