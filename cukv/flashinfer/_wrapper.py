@@ -1,0 +1,299 @@
+"""What FlashInfer's wrappers share: options, index arrays held for a step, plans and results.
+
+A wrapper's ``plan`` takes index arrays; cukv's own plan, which depends on the shape of q too, is
+made by the first ``run`` of each shape and serves the runs that follow. In CUDA-graph mode index
+arrays are copied into fixed buffers, and ``plan`` brings the work that the graph reads up to date.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cupy as cp
+import numpy as np
+
+from cukv._arrays import Array, empty, home
+from cukv._check import match_index
+from cukv.flashinfer._caller import (
+    data,
+    detached,
+    dtype_of,
+    framework,
+    give_back,
+    index,
+    scale_or_one,
+    working_for,
+)
+from cukv.ragged import check_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cukv._plan import Plan
+
+
+@dataclass
+class Options:
+    """What ``plan`` was told about the calls to come."""
+
+    op: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int | None  # None: there are no pages
+    q_data_type: Any
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    causal: bool = False
+    sm_scale: float | None = None
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        """Turn the dtypes of any framework into NumPy's."""
+        op = f"{self.op}.plan"
+        self.q_data_type = dtype_of(op, "q_data_type", self.q_data_type)
+        kv = self.q_data_type if self.kv_data_type is None else self.kv_data_type
+        self.kv_data_type = dtype_of(op, "kv_data_type", kv)
+        if self.o_data_type is not None:
+            self.o_data_type = dtype_of(op, "o_data_type", self.o_data_type)
+
+    def check_call(self, op: str, q: Array, kv: Any) -> None:
+        """Raise unless a call is of the shapes and dtypes that were planned.
+
+        ``kv`` is the cache, or the keys where there are no pages.
+        """
+        found = {
+            "q_data_type": q.dtype,
+            "kv_data_type": kv.dtype,
+            "num_qo_heads": q.shape[1] if q.ndim == 3 else None,
+        }
+        if self.page_size is None:
+            found |= {"num_kv_heads": kv.num_heads, "head_dim_qk": kv.head_dim}
+        else:
+            found |= {
+                "num_kv_heads": kv.num_kv_heads,
+                "head_dim_qk": kv.head_dim,
+                "head_dim_vo": kv.head_dim_vo,
+                "page_size": kv.page_size,
+            }
+        for name, got in found.items():
+            if got != (wanted := getattr(self, name)):
+                raise ValueError(f"{op}: plan was told {name}={wanted}, got {got}")
+
+    def logits(self, q_scale: Any, k_scale: Any, v_scale: Any, sinks: Any) -> dict[str, Any]:
+        """Give what shapes the logits, as the nouns' verbs take it."""
+        return {
+            "sm_scale": self.sm_scale,
+            "logits_soft_cap": self.logits_soft_cap,
+            "sinks": None if sinks is None else detached(sinks),
+            "q_scale": scale_or_one(q_scale),
+            "k_scale": scale_or_one(k_scale),
+            "v_scale": scale_or_one(v_scale),
+        }
+
+
+class LseForm(NamedTuple):
+    """How the caller wants log-sum-exps: base-2 ``[rows, heads]`` unless told otherwise."""
+
+    natural: bool = False
+    heads_first: bool = False
+
+    @classmethod
+    def of(cls, op: str, lse_base: str, lse_layout: str) -> LseForm:
+        """Read FlashInfer's names for it."""
+        if lse_base not in ("log2", "ln"):
+            raise ValueError(f'{op}: lse_base must be "log2" or "ln", got {lse_base!r}')
+        if lse_layout not in ("NH", "HN"):
+            raise ValueError(f'{op}: lse_layout must be "NH" or "HN", got {lse_layout!r}')
+        return cls(lse_base == "ln", lse_layout == "HN")
+
+
+def new_output(op: str, q: Array, head_dim_vo: int, dtype: np.dtype[Any]) -> Array:
+    """Allocate an output of another dtype than that of q."""
+    xp = np if isinstance(q, np.ndarray) else cp
+    return empty(op, (*q.shape[:2], head_dim_vo), dtype, xp, like=q)
+
+
+class _Known(NamedTuple):
+    """A noun made of the caller's arrays, and what it was made of."""
+
+    parts: tuple[weakref.ref[Any], ...]
+    places: tuple[Any, ...]
+    noun: Any
+
+
+@dataclass
+class _Step:
+    """What belongs to the latest ``plan``."""
+
+    options: Options | None = None
+    nouns: tuple[Any, ...] = ()
+    plans: dict[Any, Plan] = field(default_factory=dict)
+
+
+class Wrapper:
+    """Base of the wrappers: a home, fixed buffers in CUDA-graph mode, and the plans of a step."""
+
+    _op: str
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: str,
+        use_cuda_graph: bool,
+        buffers: dict[str, Any],
+        optional: tuple[str, ...] = (),
+    ) -> None:
+        check_layout(self._op, kv_layout)
+        self._layout = kv_layout
+        self._workspace = float_workspace_buffer
+        self._use_cuda_graph = bool(use_cuda_graph)
+        self._buffers: dict[str, Array] = {}
+        self._step = _Step()
+        self._known: dict[tuple[int, ...], _Known] = {}
+        with working_for(float_workspace_buffer):
+            self._like = data(self._op, "float_workspace_buffer", float_workspace_buffer)
+            for name, given in buffers.items():
+                if given is not None:
+                    self._buffers[name] = data(self._op, name, given)
+                    home(self._op, workspace=self._like, **{name: self._buffers[name]})
+                elif use_cuda_graph and name not in optional:
+                    raise ValueError(f"{self._op}: use_cuda_graph=True needs {name}")
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether index arrays are copied into fixed buffers, which a CUDA graph reads."""
+        return self._use_cuda_graph
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the work is that of the NumPy definitions."""
+        return isinstance(self._like, np.ndarray)
+
+    def end_forward(self) -> None:
+        """Do nothing: FlashInfer's scripts call it."""
+
+    # ------------------------------------------------------------------------------- a step's plan
+
+    def _hold(self, op: str, buffer: str, x: Any, *, shorter: bool | None = None) -> Array:
+        """Give an index array for the step: itself, or the buffer that it was copied into.
+
+        The last level of a cascade and a list of pages may be shorter than their buffer.
+        """
+        name = buffer.replace("_buf_arr", "").removesuffix("_buf").removesuffix("_buffer")
+        array = index(op, name, x, self._like)
+        match_index(op, name, array)
+        home(op, workspace=self._like, **{name: array})
+        if not self._use_cuda_graph:
+            return array
+        target = self._buffers[buffer]
+        may_be_shorter = "indices" in buffer if shorter is None else shorter
+        size = len(array)
+        if size > len(target) or (size < len(target) and not may_be_shorter):
+            raise ValueError(f"{op}: {buffer} holds [{len(target)}], {name} is [{size}]")
+        target[:size] = array
+        return target
+
+    @contextlib.contextmanager
+    def _planning(self, options: Options) -> Iterator[None]:
+        """Take a step's index arrays; plans that a CUDA graph reads then follow them."""
+        with working_for(self._workspace):
+            yield
+            self._step.options = options
+            if not self._use_cuda_graph:
+                self._step.plans = {}
+            for plan in self._step.plans.values():
+                plan.update()
+
+    def _set_nouns(self, *nouns: Any) -> None:
+        self._step.nouns = nouns
+
+    @property
+    def _nouns(self) -> tuple[Any, ...]:
+        return self._step.nouns
+
+    def _planned(self, op: str) -> Options:
+        """Give the options of the step, or raise if there was no plan."""
+        if self._step.options is None:
+            raise ValueError(f"{op}: call plan first")
+        return self._step.options
+
+    def _check_window(self, op: str, window_left: int | None) -> None:
+        """Raise if a run is given another window than its plan."""
+        wanted = self._planned(op).window_left
+        if window_left is not None and window_left != wanted:
+            raise ValueError(f"{op}: plan was told window_left={wanted}, got {window_left}")
+
+    # ------------------------------------------------------------------------------------- a run
+
+    def _noun_of(self, given: Any, make: Callable[[Any], Any]) -> Any:
+        """Make the noun of the caller's arrays; torch's, layer by layer, are remembered.
+
+        Nothing keeps a tensor alive: what was made of it goes when it does.
+        """
+        parts = given if isinstance(given, (tuple, list)) else (given,)
+        if not all(framework(part) == "torch" for part in parts):
+            return make(given)
+        key = tuple(id(part) for part in parts)
+        places = tuple((part.data_ptr(), part.shape, part.stride()) for part in parts)
+        known = self._known.get(key)
+        if known is None or known.places != places:
+            forget = lambda _: self._known.pop(key, None)  # noqa: E731
+            refs = tuple(weakref.ref(part, forget) for part in parts)
+            known = self._known[key] = _Known(refs, places, make(given))
+        return known.noun
+
+    def _attend(
+        self,
+        op: str,
+        caller: Any,
+        make_plan: Callable[[], Plan],
+        attend: Callable[..., Any],
+        q: Array,
+        kv: Any,
+        results: tuple[Any, Any, bool],
+        form: LseForm | None = None,
+    ) -> Any:
+        """Run a verb by the plan of its shape, and give results as the caller has arrays."""
+        out, lse, return_lse = results
+        form = form or LseForm()
+        options = self._planned(op)
+        key = (
+            q.shape,
+            q.dtype,
+            type(kv).__name__,
+            getattr(kv, "nnz", None),
+            options.causal,
+            options.window_left,
+            options.batch_invariant,
+            tuple(type(noun).__name__ for noun in self._nouns),
+        )
+        plan = self._step.plans.get(key)
+        if plan is None:
+            plan = self._step.plans[key] = make_plan()
+        o = None if out is None else data(op, "out", out)
+        if o is None and options.o_data_type is not None:
+            o = new_output(op, q, options.head_dim_vo, options.o_data_type)
+        s = None if lse is None else data(op, "lse", lse)
+        as_it_is = form == LseForm()
+        found = attend(plan, out=o, lse=s if as_it_is else None, return_lse=True)
+        if not as_it_is:
+            own = found[1]
+            if form.natural:
+                own *= np.float32(math.log(2))
+            if form.heads_first:
+                own = own.T
+            if s is not None:
+                s[...] = own
+            found = (found[0], own)
+        o_back = give_back(caller, found[0]) if out is None else out
+        if not return_lse:
+            return o_back
+        return o_back, give_back(caller, found[1]) if lse is None else lse

@@ -1,0 +1,667 @@
+"""FlashInfer's ``prefill``: attention from many rows, to pages or to packed keys and values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from cukv._arrays import Array
+from cukv.flashinfer._caller import (
+    check_backend,
+    data,
+    dtype_of,
+    give_back,
+    refuse,
+    refuse_positions,
+    scale_or_one,
+    working_for,
+)
+from cukv.flashinfer._wrapper import LseForm, Options, Wrapper, new_output
+from cukv.flashinfer.page import paged_cache
+from cukv.masks import Mask, PackedMask, RaggedMask
+from cukv.page_table import PageTable
+from cukv.ragged import RaggedTensor, check_layout
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
+
+
+def single_prefill_with_kv_cache(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+    o_dtype: Any = None,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    *,
+    q_scale: Any = None,
+) -> Any:
+    """Attend from ``q [qo_len, num_qo_heads, head_dim]`` to ``k`` and ``v`` of one request.
+
+    ``k`` and ``v`` are ``[kv_len, num_kv_heads, head_dim]`` (HND: heads first). A mask, bool
+    ``[qo_len, kv_len]`` or little-endian bits of it, replaces ``causal``; of both kinds the packed
+    one counts. Gives ``[qo_len, num_qo_heads, head_dim_vo]``, with ``return_lse`` the base-2 lse
+    ``[qo_len, num_qo_heads]`` too. Makes its own plan, so it cannot be captured into a graph.
+    """
+    op = "single_prefill_with_kv_cache"
+    refuse(op, use_fp16_qk_reduction=use_fp16_qk_reduction, kv_cache_sf=kv_cache_sf)
+    refuse(op, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)  # those of each head
+    refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
+    check_backend(op, backend)
+    check_layout(op, kv_layout)
+    with working_for(q):
+        rows = data(op, "q", q)
+        if rows.ndim != 3:
+            raise ValueError(
+                f"{op}: q must be [qo_len, num_qo_heads, head_dim], got {list(rows.shape)}"
+            )
+        keys, values = data(op, "k", k), data(op, "v", v)
+        lens = (0, len(rows)), (0, keys.shape[0 if kv_layout == "NHD" else 1])
+        mask: Mask | None = None
+        if packed_custom_mask is not None:
+            mask = PackedMask(data(op, "packed_custom_mask", packed_custom_mask), *lens)
+        elif custom_mask is not None:
+            mask = RaggedMask(data(op, "custom_mask", custom_mask).reshape(-1), *lens)
+        kv = (RaggedTensor(x, lens[1], kv_layout) for x in (keys, values))
+        out = None
+        if o_dtype is not None:
+            out = new_output(op, rows, values.shape[2], dtype_of(op, "o_dtype", o_dtype))
+        o, lse = RaggedTensor(rows, lens[0]).prefill(
+            *kv,
+            causal=causal,
+            custom_mask=mask,
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            q_scale=scale_or_one(q_scale),
+            k_scale=scale_or_one(k_scale),
+            v_scale=scale_or_one(v_scale),
+            out=out,
+            return_lse=True,
+        )
+        return give_back(q, o, lse) if return_lse else give_back(q, o)
+
+
+single_prefill_with_kv_cache_return_lse = functools.partial(
+    single_prefill_with_kv_cache, return_lse=True
+)
+
+
+class _PrefillWrapper(Wrapper):
+    """What the two prefill wrappers share: masks, and calls in the form of old scripts."""
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Any, int_workspace_buffer: Any
+    ) -> None:
+        """Do nothing: cukv sizes its own workspace."""
+
+    def _mask(
+        self, op: str, custom_mask: Any, packed_custom_mask: Any, qo_indptr: Array, kv_indptr: Array
+    ) -> Mask | None:
+        """Give the mask of a step; a graph reads the bits that were copied to its buffers.
+
+        ``packed_custom_mask`` has each request on bytes of its own, as ``segment_packbits`` makes
+        it; ``kv_indptr`` counts tokens.
+        """
+        mask: Mask
+        if packed_custom_mask is not None:
+            bits = data(op, "packed_custom_mask", packed_custom_mask)
+            mask = PackedMask(bits, qo_indptr, kv_indptr)
+        elif custom_mask is not None:
+            flags = data(op, "custom_mask", custom_mask).reshape(-1)
+            mask = RaggedMask(flags, qo_indptr, kv_indptr)
+        else:
+            return None
+        if self.on_host:
+            mask.validate()
+        if not self._use_cuda_graph:
+            return mask
+        for name in ("custom_mask_buf", "mask_indptr_buf"):
+            if name not in self._buffers:
+                raise ValueError(f"{op}: use_cuda_graph=True with a mask needs {name}")
+        target, offsets = self._buffers["custom_mask_buf"], self._buffers["mask_indptr_buf"]
+        packed = mask if isinstance(mask, PackedMask) else mask.pack()
+        least = len(mask.data) if isinstance(mask, PackedMask) else -(-len(mask.data) // 8)
+        if len(target) < least:
+            raise ValueError(
+                f"{op}: custom_mask_buf holds [{len(target)}] bytes, the mask needs [{least}] "
+                "or more"
+            )
+        size = min(len(target), len(packed.data))  # pack() leaves room, which is zero
+        target[:size] = packed.data[:size]
+        offsets[...] = packed.indptr
+        return PackedMask(target, qo_indptr, kv_indptr, offsets)
+
+    def _replan(
+        self,
+        op: str,
+        causal: bool,
+        pos_encoding_mode: str,
+        use_fp16_qk_reduction: bool,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        rope: tuple[float | None, float | None],
+    ) -> None:
+        """Take the options of a ``forward`` in place of those of its ``begin_forward``."""
+        refuse(op, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        refuse_positions(op, pos_encoding_mode, *rope)
+        options = self._planned(op)
+        options.causal, options.window_left = bool(causal), window_left
+        options.logits_soft_cap, options.sm_scale = logits_soft_cap, sm_scale
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
+    """Attention from any number of rows per request to its pages.
+
+    ``backend`` changes nothing: shapes choose the kernel. With ``use_cuda_graph`` the four buffers
+    are what the graph reads; with a mask it also needs ``custom_mask_buf``, uint8 as long as the
+    packed mask may be, and ``mask_indptr_buf``.
+    """
+
+    _op = "BatchPrefillWithPagedKVCacheWrapper"
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Any = None,
+        paged_kv_indptr_buf: Any = None,
+        paged_kv_indices_buf: Any = None,
+        paged_kv_last_page_len_buf: Any = None,
+        custom_mask_buf: Any = None,
+        mask_indptr_buf: Any = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
+        check_backend(self._op, backend)
+        refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "paged_kv_indices_buf": paged_kv_indices_buf,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
+            "custom_mask_buf": custom_mask_buf,
+            "mask_indptr_buf": mask_indptr_buf,
+        }
+        masks = ("custom_mask_buf", "mask_indptr_buf")
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, masks)
+        self._token_indptr: Array | None = None  # in tokens, for masks that a graph reads
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        paged_kv_indptr: Any,
+        paged_kv_indices: Any,
+        paged_kv_last_page_len: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Any = None,
+        token_pos_in_items_ptr: Any = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Any = None,
+        seq_lens: Any = None,
+        seq_lens_q: Any = None,
+        block_tables: Any = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        *,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
+    ) -> None:
+        """Take the index arrays of a step, on the device or the CPU, its mask and its options.
+
+        A mask, the flattened booleans of all requests or their little-endian bits with each request
+        on bytes of its own, replaces ``causal``; of both kinds the packed one counts.
+        ``fixed_split_size`` and ``disable_split_kv`` ask for bits that do not depend on the batch.
+        Nothing is waited for, whatever ``non_blocking`` says.
+        """
+        op = f"{self._op}.plan"
+        refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
+        refuse(
+            op,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len,
+            max_item_len_ptr=max_item_len_ptr,
+            seq_lens=seq_lens,
+            seq_lens_q=seq_lens_q,
+            block_tables=block_tables,
+            max_token_per_sequence=max_token_per_sequence,
+            max_sequence_kv=max_sequence_kv,
+            uniform_q_len=uniform_q_len,
+            use_token_head_sf=use_token_head_sf,
+        )
+        options = Options(
+            self._op,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_qk if head_dim_vo is None else head_dim_vo,
+            page_size,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            causal=bool(causal),
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            batch_invariant=bool(fixed_split_size or disable_split_kv),
+        )
+        with self._planning(options):
+            rows = self._hold(op, "qo_indptr_buf", qo_indptr)
+            table = PageTable(
+                self._hold(op, "paged_kv_indptr_buf", paged_kv_indptr),
+                self._hold(op, "paged_kv_indices_buf", paged_kv_indices),
+                self._hold(op, "paged_kv_last_page_len_buf", paged_kv_last_page_len),
+                page_size,
+            )
+            mask = None
+            if custom_mask is not None or packed_custom_mask is not None:
+                tokens = table.token_indptr
+                if self._use_cuda_graph and self._token_indptr is not None:
+                    self._token_indptr[...] = tokens  # the graph reads the first step's array
+                    tokens = self._token_indptr
+                self._token_indptr = tokens
+                mask = self._mask(op, custom_mask, packed_custom_mask, rows, tokens)
+            self._set_nouns(rows, table, mask)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Any = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> Any:
+        """Attend from ``q [nnz, num_qo_heads, head_dim]``.
+
+        Gives the output, with ``return_lse`` the lse too, in base 2 and ``[nnz, num_qo_heads]``
+        unless ``lse_base`` and ``lse_layout`` say otherwise. ``enable_pdl`` changes nothing.
+        """
+        op = f"{self._op}.run"
+        options = self._planned(op)
+        refuse(
+            op,
+            args=args or None,
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        )
+        self._check_window(op, window_left)
+        qo_indptr, table, mask = self._nouns
+        with working_for(q):
+            cache = self._noun_of(paged_kv_cache, lambda given: paged_cache(given, self._layout))
+            rows = data(op, "q", q)
+            options.check_call(op, rows, cache)
+            queries = RaggedTensor(rows, qo_indptr)
+            planned = {
+                "causal": options.causal,
+                "window_left": options.window_left,
+                "custom_mask": mask,
+            }
+            logits = options.logits(q_scale, k_scale, v_scale, sinks)
+            return self._attend(
+                op,
+                q,
+                lambda: cache.plan(
+                    queries, table, batch_invariant=options.batch_invariant, **planned
+                ),
+                lambda plan, **results: cache.prefill(
+                    queries, table, plan=plan, **planned, **logits, **results
+                ),
+                rows,
+                cache,
+                (out, lse, return_lse),
+                LseForm.of(op, lse_base, lse_layout),
+            )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """Run with these options in place of those of ``begin_forward``."""
+        self._replan(
+            f"{self._op}.forward",
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            (rope_scale, rope_theta),
+        )
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+    def forward_return_lse(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """Run as ``forward``, and give ``(o, lse)``."""
+        self._replan(
+            f"{self._op}.forward_return_lse",
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            (rope_scale, rope_theta),
+        )
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
+    """Attention from any number of rows per request to packed keys and values.
+
+    Buffers of CUDA-graph mode as in the paged wrapper. The rows of q, k and v in a graph are those
+    of its capture: pad them.
+    """
+
+    _op = "BatchPrefillWithRaggedKVCacheWrapper"
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Any = None,
+        kv_indptr_buf: Any = None,
+        custom_mask_buf: Any = None,
+        mask_indptr_buf: Any = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
+        check_backend(self._op, backend)
+        refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
+        buffers = {
+            "qo_indptr_buf": qo_indptr_buf,
+            "kv_indptr_buf": kv_indptr_buf,
+            "custom_mask_buf": custom_mask_buf,
+            "mask_indptr_buf": mask_indptr_buf,
+        }
+        masks = ("custom_mask_buf", "mask_indptr_buf")
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, masks)
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Any = None,
+        token_pos_in_items_ptr: Any = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Any = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Any = None,
+        seq_lens_q: Any = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Any = None,
+        o_indptr: Any = None,
+        *,
+        qo_indptr_cpu: Any = None,
+        kv_indptr_cpu: Any = None,
+    ) -> None:
+        """Take the offsets of a step, on the device or the CPU, its mask and its options.
+
+        As in the paged wrapper. The copies ``qo_indptr_cpu`` and ``kv_indptr_cpu`` are not needed.
+        """
+        op = f"{self._op}.plan"
+        refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
+        refuse(
+            op,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len,
+            max_item_len_ptr=max_item_len_ptr,
+            seq_lens=seq_lens,
+            seq_lens_q=seq_lens_q,
+            max_token_per_sequence=max_token_per_sequence,
+            max_sequence_kv=max_sequence_kv,
+            v_indptr=v_indptr,
+            o_indptr=o_indptr,
+        )
+        options = Options(
+            self._op,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            head_dim_qk if head_dim_vo is None else head_dim_vo,
+            None,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            causal=bool(causal),
+            sm_scale=sm_scale,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            batch_invariant=bool(fixed_split_size or disable_split_kv),
+        )
+        with self._planning(options):
+            rows = self._hold(op, "qo_indptr_buf", qo_indptr)
+            tokens = self._hold(op, "kv_indptr_buf", kv_indptr)
+            mask = self._mask(op, custom_mask, packed_custom_mask, rows, tokens)
+            self._set_nouns(rows, tokens, mask)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        o_scale: float | None = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+        sinks: Any = None,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+    ) -> Any:
+        """Attend from ``q [nnz, num_qo_heads, head_dim]`` to packed ``k`` and ``v``.
+
+        Results as in the paged wrapper.
+        """
+        op = f"{self._op}.run"
+        options = self._planned(op)
+        refuse(
+            op,
+            args=args or None,
+            o_scale=None if o_scale == 1.0 else o_scale,
+            kv_cache_sf=kv_cache_sf,
+        )
+        qo_indptr, kv_indptr, mask = self._nouns
+        with working_for(q):
+            rows = data(op, "q", q)
+            keys, values = (
+                RaggedTensor(data(op, name, x), kv_indptr, self._layout)
+                for name, x in (("k", k), ("v", v))
+            )
+            options.check_call(op, rows, keys)
+            if values.head_dim != options.head_dim_vo:
+                raise ValueError(
+                    f"{op}: plan was told head_dim_vo={options.head_dim_vo}, got {values.head_dim}"
+                )
+            queries = RaggedTensor(rows, qo_indptr)
+            planned = {
+                "causal": options.causal,
+                "window_left": options.window_left,
+                "custom_mask": mask,
+            }
+            logits = options.logits(q_scale, k_scale, v_scale, sinks)
+            return self._attend(
+                op,
+                q,
+                lambda: queries.plan(keys, batch_invariant=options.batch_invariant, **planned),
+                lambda plan, **results: queries.prefill(
+                    keys, values, plan=plan, **planned, **logits, **results
+                ),
+                rows,
+                keys,
+                (out, lse, return_lse),
+                LseForm.of(op, lse_base, lse_layout),
+            )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """Run with these options in place of those of ``begin_forward``."""
+        self._replan(
+            f"{self._op}.forward",
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            (rope_scale, rope_theta),
+        )
+        return self.run(q, k, v)
+
+    def forward_return_lse(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """Run as ``forward``, and give ``(o, lse)``."""
+        self._replan(
+            f"{self._op}.forward_return_lse",
+            causal,
+            pos_encoding_mode,
+            use_fp16_qk_reduction,
+            window_left,
+            logits_soft_cap,
+            sm_scale,
+            (rope_scale, rope_theta),
+        )
+        return self.run(q, k, v, return_lse=True)
