@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CPU_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
+_CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile")
 
 
@@ -129,7 +130,11 @@ def working_for(x: Any) -> Iterator[None]:
             cp.cuda.using_allocator(_TORCH_MEMORY.malloc),
         ):
             yield
-    elif name == "jax" and x.__dlpack_device__()[0] not in _CPU_DEVICES:
+    elif (
+        name == "jax"
+        and hasattr(x, "__dlpack_device__")
+        and x.__dlpack_device__()[0] in _CUDA_DEVICES
+    ):
         yield
         cp.cuda.get_current_stream().synchronize()
     else:

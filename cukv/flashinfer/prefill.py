@@ -6,21 +6,16 @@ import functools
 from typing import Any
 
 from cukv._arrays import Array
-from cukv.flashinfer._caller import (
-    check_backend,
-    data,
-    dtype_of,
-    give_back,
-    refuse,
-    refuse_positions,
-    scale_or_one,
-    working_for,
+from cukv.flashinfer._caller import check_backend, data, refuse, refuse_positions, working_for
+from cukv.flashinfer._prefill import PrefillWrapper
+from cukv.flashinfer._single import (
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
 )
-from cukv.flashinfer._wrapper import LseForm, Options, Wrapper, new_output
+from cukv.flashinfer._wrapper import LseForm, Options
 from cukv.flashinfer.page import paged_cache
-from cukv.masks import Mask, PackedMask, RaggedMask
 from cukv.page_table import PageTable
-from cukv.ragged import RaggedTensor, check_layout
+from cukv.ragged import RaggedTensor
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -30,149 +25,7 @@ __all__ = [
 ]
 
 
-def single_prefill_with_kv_cache(
-    q: Any,
-    k: Any,
-    v: Any,
-    scale_q: Any = None,
-    scale_k: Any = None,
-    scale_v: Any = None,
-    o_dtype: Any = None,
-    custom_mask: Any = None,
-    packed_custom_mask: Any = None,
-    causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_fp16_qk_reduction: bool = False,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    kv_cache_sf: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    *,
-    q_scale: Any = None,
-) -> Any:
-    """Attend from ``q [qo_len, num_qo_heads, head_dim]`` to ``k`` and ``v`` of one request.
-
-    ``k`` and ``v`` are ``[kv_len, num_kv_heads, head_dim]`` (HND: heads first). A mask, bool
-    ``[qo_len, kv_len]`` or little-endian bits of it, replaces ``causal``; of both kinds the packed
-    one counts. Gives ``[qo_len, num_qo_heads, head_dim_vo]``, with ``return_lse`` the base-2 lse
-    ``[qo_len, num_qo_heads]`` too. Makes its own plan, so it cannot be captured into a graph.
-    """
-    op = "single_prefill_with_kv_cache"
-    refuse(op, use_fp16_qk_reduction=use_fp16_qk_reduction, kv_cache_sf=kv_cache_sf)
-    refuse(op, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)  # those of each head
-    refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
-    check_backend(op, backend)
-    check_layout(op, kv_layout)
-    with working_for(q):
-        rows = data(op, "q", q)
-        if rows.ndim != 3:
-            raise ValueError(
-                f"{op}: q must be [qo_len, num_qo_heads, head_dim], got {list(rows.shape)}"
-            )
-        keys, values = data(op, "k", k), data(op, "v", v)
-        lens = (0, len(rows)), (0, keys.shape[0 if kv_layout == "NHD" else 1])
-        mask: Mask | None = None
-        if packed_custom_mask is not None:
-            mask = PackedMask(data(op, "packed_custom_mask", packed_custom_mask), *lens)
-        elif custom_mask is not None:
-            mask = RaggedMask(data(op, "custom_mask", custom_mask).reshape(-1), *lens)
-        kv = (RaggedTensor(x, lens[1], kv_layout) for x in (keys, values))
-        out = None
-        if o_dtype is not None:
-            out = new_output(op, rows, values.shape[2], dtype_of(op, "o_dtype", o_dtype))
-        o, lse = RaggedTensor(rows, lens[0]).prefill(
-            *kv,
-            causal=causal,
-            custom_mask=mask,
-            sm_scale=sm_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            q_scale=scale_or_one(q_scale),
-            k_scale=scale_or_one(k_scale),
-            v_scale=scale_or_one(v_scale),
-            out=out,
-            return_lse=True,
-        )
-        return give_back(q, o, lse) if return_lse else give_back(q, o)
-
-
-single_prefill_with_kv_cache_return_lse = functools.partial(
-    single_prefill_with_kv_cache, return_lse=True
-)
-
-
-class _PrefillWrapper(Wrapper):
-    """What the two prefill wrappers share: masks, and calls in the form of old scripts."""
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Any, int_workspace_buffer: Any
-    ) -> None:
-        """Do nothing: cukv sizes its own workspace."""
-
-    def _mask(
-        self, op: str, custom_mask: Any, packed_custom_mask: Any, qo_indptr: Array, kv_indptr: Array
-    ) -> Mask | None:
-        """Give the mask of a step; a graph reads the bits that were copied to its buffers.
-
-        ``packed_custom_mask`` has each request on bytes of its own, as ``segment_packbits`` makes
-        it; ``kv_indptr`` counts tokens.
-        """
-        mask: Mask
-        if packed_custom_mask is not None:
-            bits = data(op, "packed_custom_mask", packed_custom_mask)
-            mask = PackedMask(bits, qo_indptr, kv_indptr)
-        elif custom_mask is not None:
-            flags = data(op, "custom_mask", custom_mask).reshape(-1)
-            mask = RaggedMask(flags, qo_indptr, kv_indptr)
-        else:
-            return None
-        if self.on_host:
-            mask.validate()
-        if not self._use_cuda_graph:
-            return mask
-        for name in ("custom_mask_buf", "mask_indptr_buf"):
-            if name not in self._buffers:
-                raise ValueError(f"{op}: use_cuda_graph=True with a mask needs {name}")
-        target, offsets = self._buffers["custom_mask_buf"], self._buffers["mask_indptr_buf"]
-        packed = mask if isinstance(mask, PackedMask) else mask.pack()
-        least = len(mask.data) if isinstance(mask, PackedMask) else -(-len(mask.data) // 8)
-        if len(target) < least:
-            raise ValueError(
-                f"{op}: custom_mask_buf holds [{len(target)}] bytes, the mask needs [{least}] "
-                "or more"
-            )
-        size = min(len(target), len(packed.data))  # pack() leaves room, which is zero
-        target[:size] = packed.data[:size]
-        offsets[...] = packed.indptr
-        return PackedMask(target, qo_indptr, kv_indptr, offsets)
-
-    def _replan(
-        self,
-        op: str,
-        causal: bool,
-        pos_encoding_mode: str,
-        use_fp16_qk_reduction: bool,
-        window_left: int,
-        logits_soft_cap: float | None,
-        sm_scale: float | None,
-        rope: tuple[float | None, float | None],
-    ) -> None:
-        """Take the options of a ``forward`` in place of those of its ``begin_forward``."""
-        refuse(op, use_fp16_qk_reduction=use_fp16_qk_reduction)
-        refuse_positions(op, pos_encoding_mode, *rope)
-        options = self._planned(op)
-        options.causal, options.window_left = bool(causal), window_left
-        options.logits_soft_cap, options.sm_scale = logits_soft_cap, sm_scale
-
-
-class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     """Attention from any number of rows per request to its pages.
 
     ``backend`` changes nothing: shapes choose the kernel. With ``use_cuda_graph`` the four buffers
@@ -431,7 +284,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
     """Attention from any number of rows per request to packed keys and values.
 
     Buffers of CUDA-graph mode as in the paged wrapper. The rows of q, k and v in a graph are those
