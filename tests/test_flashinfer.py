@@ -484,8 +484,15 @@ def test_a_graph_of_decode_reads_fixed_buffers(rng):
         q = case.queries(rng, 3, 4)
         got = wrapper.run(q, arrays.data, return_lse=True)
         assert_attends(got, paged(case, arrays, q, np.arange(4)), arrays.v)
-    with pytest.raises(ValueError, match=r"paged_kv_indptr_buffer holds \[4\]"):
-        wrapper.plan([0, 1], [0], [1], 4, 2, 64, 16)
+    before = [buffer.copy() for buffer in buffers]
+    for table, name in {
+        ((0, 1), (0,), (1,)): "paged_kv_indptr_buffer holds \\[4\\]",
+        ((0, 1, 2, 3), (7,) * 21, (1, 1, 1)): "paged_kv_indices_buffer holds \\[20\\]",
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            wrapper.plan(*table, 4, 2, 64, 16)
+    for buffer, was in zip(buffers, before, strict=True):
+        assert_same_bits(buffer, was)
 
 
 def test_a_graph_of_masked_prefill_reads_fixed_buffers(rng):
@@ -566,6 +573,23 @@ def test_values_of_another_library_on_the_cpu_raise(rng):
     q = CASE.queries(rng, 11, 4)
     with pytest.raises(TypeError, match="q is a OnCpu in CPU memory"):
         prefill_wrapper(CASE, arrays).run(OnCpu(q), arrays.data)
+
+
+class TorchDtype:
+    """What torch.bfloat16 looks like."""
+
+    def __str__(self):
+        return "torch.bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [TorchDtype(), "bfloat16", ml_dtypes.bfloat16], ids=str)
+def test_dtypes_are_those_of_any_framework(dtype, rng):
+    case = PagedCase((5, 9), page_size=4, dtype="bfloat16")
+    arrays = case.arrays(rng)
+    q = case.queries(rng, 2, 4)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*csr(arrays), 4, 2, 64, 4, q_data_type=dtype, o_data_type="float32")
+    assert wrapper.run(q, arrays.data).dtype == np.float32
 
 
 REFUSED_AT_PLAN = [
@@ -722,3 +746,14 @@ def test_masks_and_short_mla_lengths_hold_on_the_device(rng):
     ]
     for host, device in zip(*tables, strict=True):
         assert device.get()[: len(host)].tolist() == host.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_memory_of_torch_calls_is_torch_memory(torch, rng):
+    k = torch.zeros((1000, 2, 64), dtype=torch.float16, device="cuda")
+    pool = cp.get_default_memory_pool()
+    before = pool.total_bytes(), torch.cuda.memory_allocated()
+    o = flashinfer.single_prefill_with_kv_cache(k, k, k)
+    assert pool.total_bytes() == before[0]
+    assert torch.cuda.memory_allocated() >= before[1] + o.numel() * o.element_size()

@@ -10,6 +10,7 @@ from cases import MLACase, PagedCase, random_rows
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs
 
 import cukv
+from cukv import flashinfer
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -141,6 +142,19 @@ def test_a_loop_appends_and_decodes(rng):
         cache.append(rows, rows, table)
         same(o, cache.decode(q, table))
     same(final.data, cache.data)
+
+
+def test_flashinfer_scripts_may_plan_with_index_arrays_of_jax_on_the_cpu(rng):
+    cache, table, _, there = made(CASE, rng)
+    q = CASE.queries(rng, 4, 16)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(np.empty(1, np.uint8))
+    wrapper.plan(there.indptr, there.indices, there.last_page_len, 16, 8, 16, 16)
+    same(wrapper.run(q, cache.data), cache.decode(q, table))
+    with pytest.raises(TypeError, match="q is a ArrayImpl in CPU memory"):
+        wrapper.run(in_jax(q), cache.data)
+    lens = flashinfer.get_seq_lens(there.indptr, there.last_page_len, 16)
+    assert isinstance(lens, jax.Array)
+    assert lens.tolist() == list(CASE.kv_lens)
 
 
 # What has no meaning

@@ -149,7 +149,7 @@ def refuse(op: str, **given: Any) -> None:
     for name, value in given.items():
         is_off = value is None or value is False or (isinstance(value, (int, float)) and not value)
         if not is_off:
-            raise NotImplementedError(f"{op}: cukv has no {name}; leave it out, got {value!r}")
+            raise NotImplementedError(f"{op}: cukv has no {name}: leave it out")
 
 
 def refuse_positions(op: str, mode: str, rope_scale: Any, rope_theta: Any) -> None:

@@ -135,13 +135,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             batch_invariant=bool(fixed_split_size or disable_split_kv),
         )
         with self._planning(options):
-            rows = self._hold(op, "qo_indptr_buf", qo_indptr)
-            table = PageTable(
-                self._hold(op, "paged_kv_indptr_buf", paged_kv_indptr),
-                self._hold(op, "paged_kv_indices_buf", paged_kv_indices),
-                self._hold(op, "paged_kv_last_page_len_buf", paged_kv_last_page_len),
-                page_size,
-            )
+            given = {
+                "qo_indptr_buf": qo_indptr,
+                "paged_kv_indptr_buf": paged_kv_indptr,
+                "paged_kv_indices_buf": paged_kv_indices,
+                "paged_kv_last_page_len_buf": paged_kv_last_page_len,
+            }
+            rows, indptr, indices, last_page_len = self._hold(op, given)
+            table = PageTable(indptr, indices, last_page_len, page_size)
             mask = None
             if custom_mask is not None or packed_custom_mask is not None:
                 tokens = table.token_indptr

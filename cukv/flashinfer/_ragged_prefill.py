@@ -120,8 +120,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             batch_invariant=bool(fixed_split_size or disable_split_kv),
         )
         with self._planning(options):
-            rows = self._hold(op, "qo_indptr_buf", qo_indptr)
-            tokens = self._hold(op, "kv_indptr_buf", kv_indptr)
+            given = {"qo_indptr_buf": qo_indptr, "kv_indptr_buf": kv_indptr}
+            rows, tokens = self._hold(op, given)
             mask = self._mask(op, custom_mask, packed_custom_mask, rows, tokens)
             self._set_nouns(rows, tokens, mask)
 

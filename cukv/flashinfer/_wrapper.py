@@ -182,24 +182,26 @@ class Wrapper:
 
     # ------------------------------------------------------------------------------- a step's plan
 
-    def _hold(self, op: str, buffer: str, x: Any, *, shorter: bool | None = None) -> Array:
-        """Give an index array for the step: itself, or the buffer that it was copied into.
+    def _hold(self, op: str, given: dict[str, Any]) -> list[Array]:
+        """Give the index arrays of a step: themselves, or the buffers that they were copied into.
 
-        The last level of a cascade and a list of pages may be shorter than their buffer.
+        ``given`` has them by the names of their buffers. Page ids may be fewer than their buffer
+        holds; all else fills it. Nothing is copied if one does not fit.
         """
-        name = buffer.replace("_buf_arr", "").removesuffix("_buf").removesuffix("_buffer")
-        array = index(op, name, x, self._like)
-        match_index(op, name, array)
-        home(op, workspace=self._like, **{name: array})
+        arrays = {buffer: index(op, buffer, x, self._like) for buffer, x in given.items()}
+        home(op, workspace=self._like, **arrays)
+        for buffer, array in arrays.items():
+            match_index(op, buffer, array)
         if not self._use_cuda_graph:
-            return array
-        target = self._buffers[buffer]
-        may_be_shorter = "indices" in buffer if shorter is None else shorter
-        size = len(array)
-        if size > len(target) or (size < len(target) and not may_be_shorter):
-            raise ValueError(f"{op}: {buffer} holds [{len(target)}], {name} is [{size}]")
-        target[:size] = array
-        return target
+            return list(arrays.values())
+        targets = [self._buffers[buffer] for buffer in arrays]
+        for (buffer, array), target in zip(arrays.items(), targets, strict=True):
+            size, room = len(array), len(target)
+            if size > room or (size < room and "indices" not in buffer):
+                raise ValueError(f"{op}: {buffer} holds [{room}], what is planned is [{size}]")
+        for array, target in zip(arrays.values(), targets, strict=True):
+            target[: len(array)] = array
+        return targets
 
     @contextlib.contextmanager
     def _planning(self, options: Options) -> Iterator[None]:

@@ -173,14 +173,18 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                 logits_soft_cap=logits_soft_cap,
             )
         ):
-            levels = range(self._num_levels)
-            held = {
-                name: tuple(
-                    self._hold(op, f"{name}_buf_arr[{level}]", arrays[level]) for level in levels
-                )
-                for name, arrays in given.items()
-            }
-            qo_indptr, *csr = held.values()
+            held = self._hold(
+                op,
+                {
+                    f"{name}_buf_arr[{level}]": array
+                    for name, arrays in given.items()
+                    for level, array in enumerate(arrays)
+                },
+            )
+            levels = self._num_levels
+            qo_indptr, *csr = (
+                tuple(held[start : start + levels]) for start in range(0, 4 * levels, levels)
+            )
             tables = tuple(
                 PageTable(indptr, indices, last_page_len, page_size)
                 for indptr, indices, last_page_len in zip(*csr, strict=True)

@@ -187,12 +187,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             batch_invariant=bool(fixed_split_size or disable_split_kv),
         )
         with self._planning(options):
-            table = PageTable(
-                self._hold(op, "paged_kv_indptr_buffer", indptr),
-                self._hold(op, "paged_kv_indices_buffer", indices),
-                self._hold(op, "paged_kv_last_page_len_buffer", last_page_len),
-                page_size,
-            )
+            given = {
+                "paged_kv_indptr_buffer": indptr,
+                "paged_kv_indices_buffer": indices,
+                "paged_kv_last_page_len_buffer": last_page_len,
+            }
+            indptr, indices, last_page_len = self._hold(op, given)
+            table = PageTable(indptr, indices, last_page_len, page_size)
             self._set_nouns(table, self._row_indptr(table))
 
     begin_forward = plan

@@ -89,10 +89,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             sm_scale=sm_scale,
         )
         with self._planning(options):
-            rows = self._hold(op, "qo_indptr", qo_indptr)
-            pages = self._hold(op, "kv_indptr", kv_indptr)
-            indices = self._hold(op, "kv_indices", kv_indices)
-            lens = self._hold(op, "kv_len_arr", kv_len_arr)
+            given = {
+                "qo_indptr": qo_indptr,
+                "kv_indptr": kv_indptr,
+                "kv_indices": kv_indices,
+                "kv_len_arr": kv_len_arr,
+            }
+            rows, pages, indices, lens = self._hold(op, given)
             match_index(op, "kv_len_arr", lens, len(pages) - 1)
             csr = _pages_in_use(op, pages, indices, lens, page_size)
             if self._use_cuda_graph and self._nouns:  # the graph reads the first step's arrays
