@@ -183,6 +183,7 @@ class Sm90Tile(NamedTuple):
     head_dim_vo: int
     paged: bool  # a step is pieces of pages, not consecutive rows
     capped: bool = False  # logits are soft-capped
+    masked: bool = False  # the work list has a custom mask
 
     @property
     def kernel(self) -> str:
@@ -242,6 +243,7 @@ class Sm90Tile(NamedTuple):
             "SLOTS": self.slots,
             "PAGED": str(self.paged).lower(),
             "SOFT_CAP": str(self.capped).lower(),
+            "MASKED": str(self.masked).lower(),
         }
 
 
@@ -425,11 +427,11 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
 def sm90_tiles() -> tuple[Sm90Tile, ...]:
     """Every tile of ``prefill_sm90``."""
     return tuple(
-        Sm90Tile(dtype, *dims, paged, capped)
+        Sm90Tile(dtype, *dims, paged, capped, masked)
         for dtype in (BFLOAT16, FLOAT16)
         for dims in _SM90_HEAD_DIMS
         for paged in (False, True)
-        for capped in (False, True)
+        for capped, masked in ((False, False), (True, False), (False, True))
         if max(dims) <= 128 or not (paged or capped)
     )
 

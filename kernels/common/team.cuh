@@ -3,8 +3,8 @@
 // Its queries and keys come by others (common/row_server.cuh, common/kv_server.cuh). It never pauses
 // between items: the first scores of an item are computed together with the last sums of the one
 // before, whose results go out through the memory of its queries.
-// Cta: Queries, Results, Keys and Values, its tiles; TOKENS of a step, SLOTS, PAGED; State, Order,
-// Smem. Params: those of common/attention.cuh, and piece_bits.
+// Cta: Queries, Results, Keys and Values, its tiles; TOKENS of a step, SLOTS, PAGED, MASKED; State,
+// Order, Smem. Params: those of common/attention.cuh, and piece_bits.
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/logits.cuh"
@@ -28,16 +28,21 @@ struct Team {
     float score_scale;  // of scores before they are capped
     typename Cta::State state;
 
-    // The item: keys that all rows see, and that each of this lane's rows sees.
+    // The item: keys that all rows see, and that each of this lane's rows sees. Under a mask its bits say
+    // which these are.
     int slot = 0;
     uint32_t num_items = 0;
     int32_t token = 0;  // of the step
     int32_t first_token, all_from, all_to, from[2], to[2];
-    bool starts = true;  // the sums that come next are the item's first
+    int32_t first_entry;            // of the mask's, the tile's
+    int32_t query[2];               // of the tile, those of this lane's rows
+    uint32_t words[2][MASK_WORDS];  // of the mask, for a step
+    bool starts = true;             // the sums that come next are the item's first
 
     typename Cta::Place k, v;
     bool k_here = false, v_here = false;
     uint32_t dropped = 0;  // pieces of the step
+    int32_t entry = 0;     // of the mask, the step's
 
     __device__ __forceinline__ Team(const Params& p, typename Cta::Smem& smem, int warp_idx)
         : p(p),
@@ -63,6 +68,15 @@ struct Team {
         ++num_items;
         token = last_step<TOKENS>(item) + TOKENS;
         first_token = first_step<TOKENS>(item);
+        if constexpr (Cta::MASKED) {
+            first_entry = item.mask_entry;
+            const uint32_t first_q = p.group.quotient(item.first_row);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                query[h] = p.group.quotient(item.first_row + row + 8 * h) - first_q;
+            }
+            return true;
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int32_t position =
@@ -100,8 +114,48 @@ struct Team {
         wgmma_commit_group();
     }
 
+    // The mask's bits of a step, early enough that its scores need not wait for them.
+    __device__ __forceinline__ void load_words() {
+        if constexpr (Cta::MASKED) {
+            const MaskTiles& mask = p.work.mask;
+            const int64_t first = int64_t{first_entry + (entry >> 4)} * mask.tile_queries;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                uint4 x = {};
+                if ((entry & ALL_CLASSES) != 0) {  // or else there are no keys
+                    x = ld_global_16(mask.words + (first + query[h]) * MASK_WORDS);
+                }
+                words[h][0] = x.x;
+                words[h][1] = x.y;
+                words[h][2] = x.z;
+                words[h][3] = x.w;
+            }
+        }
+    }
+
+    // Hides the scores of keys of which a row has no bit, or that do not exist.
+    __device__ __forceinline__ void apply_words() {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int tile = 0; tile < TOKENS / 8; ++tile) {
+                const bool exists = !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
+                const uint32_t bits = words[h][tile / 4] >> lane_idx % 4 * 2;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float& x = state.s[tile][2 * h + i];
+                    x = bits >> (tile % 4 * 8 + i) & 1 && exists ? x : NO_KEY;
+                }
+            }
+        }
+    }
+
     // Hides the scores of keys that a row does not see, or that do not exist.
     __device__ __forceinline__ void mask() {
+        if constexpr (Cta::MASKED) {
+            apply_words();
+            return;
+        }
         uint32_t first[2], num[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -164,6 +218,9 @@ struct Team {
         if (!v_here) {
             mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         }
+        if constexpr (MASKED) {
+            load_words();
+        }
         hold(state.s);
         hold(state.o);
         wgmma_fence();
@@ -199,7 +256,7 @@ struct Team {
         // Asked early, needed by the next step.
         k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
         v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
-        dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        look_up();
         state.pack();
     }
 
@@ -288,11 +345,20 @@ struct Team {
         return staged;
     }
 
+    // What comes with the keys of a step.
+    __device__ __forceinline__ void look_up() {
+        dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        entry = Cta::MASKED ? smem.k_entry[k.stage] : 0;
+    }
+
     // Before a step: whether its keys are here, and whether some row does not see all of them.
     __device__ __forceinline__ bool masked() {
         if (!k_here) {
             mbarrier_try_wait(smem.k_full[k.stage], k.parity);
-            dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+            look_up();
+        }
+        if constexpr (Cta::MASKED) {
+            return dropped != 0 || (entry & ALL_CLASSES) != BOTH_FULL;
         }
         return dropped != 0 || token < all_from || token + TOKENS > all_to;
     }
@@ -301,6 +367,7 @@ struct Team {
     __device__ __forceinline__ void begin() {
         token -= TOKENS;
         masked();
+        load_words();
         hold(state.s);
         wgmma_fence();
         multiply_keys();
