@@ -396,7 +396,8 @@ LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
 # Sizes that prefill_sm90 has tiles for, each exactly; of the last only for ragged keys and logits
-# without a cap, since pages and caps take registers that are not there.
+# without a cap, since pages and caps take registers that are not there. None has both a cap and a
+# mask, which are rare together.
 _SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 
 

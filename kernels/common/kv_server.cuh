@@ -116,14 +116,13 @@ __device__ __forceinline__ int32_t last_step(const Item& item) {
     return max(item.end_token - 1, item.first_token) & -TOKENS;
 }
 
-// A step of an item's keys: those from `position` on of the request. Under a mask, steps are entries
-// of the item's tile; `token` counts what they list.
+// A step of an item's keys: those from `position` on of the request. Under a mask a step is an entry of
+// the item's tile, and items begin with whole ones; `token` counts the keys that entries list.
 template <int TOKENS, bool MASKED>
 struct Step {
     int32_t position;
     int32_t num_keys;  // of the item; none or less in the only step of an item without keys
-    int32_t
-        entry;  // of the mask, 0 where it lists none; mixed where there are less than TOKENS keys
+    int32_t entry;     // of the mask; 0 where there are no keys, mixed where they are few
 
     __device__ __forceinline__ Step(const MaskTiles& mask, const Item& item, int32_t token)
         : position(token), num_keys(min(item.end_token - token, TOKENS)), entry(0) {
