@@ -8,6 +8,7 @@
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/logits.cuh"
+#include "common/team_sight.cuh"
 #include "common/team_slots.cuh"
 #include "common/warpgroup_state.cuh"
 
@@ -28,21 +29,17 @@ struct Team {
     float score_scale;  // of scores before they are capped
     typename Cta::State state;
 
-    // The item: keys that all rows see, and that each of this lane's rows sees. Under a mask its bits say
-    // which these are.
+    // The item.
     int slot = 0;
     uint32_t num_items = 0;
     int32_t token = 0;  // of the step
-    int32_t first_token, all_from, all_to, from[2], to[2];
-    int32_t first_entry;            // of the mask's, the tile's
-    int32_t query[2];               // of the tile, those of this lane's rows
-    uint32_t words[2][MASK_WORDS];  // of the mask, for a step
-    bool starts = true;             // the sums that come next are the item's first
+    int32_t first_token;
+    TeamSight<Cta, Cta::MASKED> sight;
+    bool starts = true;  // the sums that come next are the item's first
 
     typename Cta::Place k, v;
     bool k_here = false, v_here = false;
     uint32_t dropped = 0;  // pieces of the step
-    int32_t entry = 0;     // of the mask, the step's
 
     __device__ __forceinline__ Team(const Params& p, typename Cta::Smem& smem, int warp_idx)
         : p(p),
@@ -60,7 +57,7 @@ struct Team {
     __device__ __forceinline__ bool next_item() {
         const int next_slot = num_items % Cta::SLOTS;
         mbarrier_try_wait(smem.q_full[next_slot][team], num_items / Cta::SLOTS & 1);
-        Item item = smem.orders[next_slot][team].item;
+        const Item item = smem.orders[next_slot][team].item;
         if (item.num_rows == 0) {
             return false;
         }
@@ -68,30 +65,7 @@ struct Team {
         ++num_items;
         token = last_step<TOKENS>(item) + TOKENS;
         first_token = first_step<TOKENS>(item);
-        if constexpr (Cta::MASKED) {
-            first_entry = item.mask_entry;
-            const uint32_t first_q = p.group.quotient(item.first_row);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                query[h] = p.group.quotient(item.first_row + row + 8 * h) - first_q;
-            }
-            return true;
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int32_t position =
-                item.diagonal +
-                static_cast<int32_t>(p.group.quotient(item.first_row + row + 8 * h));
-            from[h] = p.window_left < 0 ? item.first_token
-                                        : max(item.first_token, position - p.window_left);
-            to[h] = p.causal ? min(item.end_token, position + 1) : item.end_token;
-        }
-        const int first = team * Cta::TEAM_ROWS;
-        item.first_row += first;
-        item.num_rows = max(Cta::own_rows(smem.orders[next_slot][team].item, team), 1);
-        const Sight sight(p, item);
-        all_from = max(item.first_token, sight.all_from);
-        all_to = min(item.end_token, sight.all_to);
+        sight.begin(p, item, team, row);
         return true;
     }
 
@@ -114,65 +88,6 @@ struct Team {
         wgmma_commit_group();
     }
 
-    // The mask's bits of a step, early enough that its scores need not wait for them.
-    __device__ __forceinline__ void load_words() {
-        if constexpr (Cta::MASKED) {
-            const MaskTiles& mask = p.work.mask;
-            const int64_t first = int64_t{first_entry + (entry >> 4)} * mask.tile_queries;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                uint4 x = {};
-                if ((entry & ALL_CLASSES) != 0) {  // or else there are no keys
-                    x = ld_global_16(mask.words + (first + query[h]) * MASK_WORDS);
-                }
-                words[h][0] = x.x;
-                words[h][1] = x.y;
-                words[h][2] = x.z;
-                words[h][3] = x.w;
-            }
-        }
-    }
-
-    // Hides the scores of keys of which a row has no bit, or that do not exist.
-    __device__ __forceinline__ void apply_words() {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int tile = 0; tile < TOKENS / 8; ++tile) {
-                const bool exists = !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
-                const uint32_t bits = words[h][tile / 4] >> lane_idx % 4 * 2;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    float& x = state.s[tile][2 * h + i];
-                    x = bits >> (tile % 4 * 8 + i) & 1 && exists ? x : NO_KEY;
-                }
-            }
-        }
-    }
-
-    // Hides the scores of keys that a row does not see, or that do not exist.
-    __device__ __forceinline__ void mask() {
-        if constexpr (Cta::MASKED) {
-            apply_words();
-            return;
-        }
-        uint32_t first[2], num[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            first[h] = token + lane_idx % 4 * 2 - from[h];
-            num[h] = max(to[h] - from[h], 0);
-        }
-#pragma unroll
-        for (int tile = 0; tile < TOKENS / 8; ++tile) {
-            const bool exists = !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool seen = first[i / 2] + tile * 8 + i % 2 < num[i / 2];
-                state.s[tile][i] = seen && exists ? state.s[tile][i] : NO_KEY;
-            }
-        }
-    }
-
     template <bool MASKED>
     __device__ __forceinline__ void weigh() {
         if constexpr (SOFT_CAP) {
@@ -183,7 +98,9 @@ struct Team {
             }
         }
         if constexpr (MASKED) {
-            mask();
+            sight.hide(state.s, token, [&](int tile) {
+                return !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
+            });
         }
         state.weigh(scale);
     }
@@ -219,7 +136,7 @@ struct Team {
             mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         }
         if constexpr (MASKED) {
-            load_words();
+            sight.load(p);
         }
         hold(state.s);
         hold(state.o);
@@ -348,7 +265,7 @@ struct Team {
     // What comes with the keys of a step.
     __device__ __forceinline__ void look_up() {
         dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
-        entry = Cta::MASKED ? smem.k_entry[k.stage] : 0;
+        sight.look_up(smem, k.stage);
     }
 
     // Before a step: whether its keys are here, and whether some row does not see all of them.
@@ -357,17 +274,14 @@ struct Team {
             mbarrier_try_wait(smem.k_full[k.stage], k.parity);
             look_up();
         }
-        if constexpr (Cta::MASKED) {
-            return dropped != 0 || (entry & ALL_CLASSES) != BOTH_FULL;
-        }
-        return dropped != 0 || token < all_from || token + TOKENS > all_to;
+        return dropped != 0 || !sight.sees_all(token);
     }
 
     // The first scores of an item, which no sums go with.
     __device__ __forceinline__ void begin() {
         token -= TOKENS;
         masked();
-        load_words();
+        sight.load(p);
         hold(state.s);
         wgmma_fence();
         multiply_keys();
