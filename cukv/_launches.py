@@ -66,8 +66,8 @@ def require_arrays(work: WorkLists, call: PagedCall | LatentCall) -> None:
     ):
         if mine is not theirs and _packed(mine) != _packed(theirs):
             raise ValueError(
-                f"{call.op}: the plan was made from another {name}; a plan follows changed contents "
-                "of its own arrays when it is updated"
+                f"{call.op}: the plan was made from another {name}; when it is updated, it follows "
+                "changed contents of its own"
             )
 
 

@@ -230,7 +230,7 @@ class Sm90Tile(NamedTuple):
         """Size of ``PrefillSm90Cta::Smem`` in kernels/prefill_sm90.cu."""
         queries = self.slots * self.rows * self.head_dim * 2
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * 2
-        return queries + ring + 2048
+        return queries + ring + 1024
 
     @property
     def template_args(self) -> dict[str, Any]:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from cukv._kernels import BoundLaunch
     from cukv._pages import PagePair
 
-_SPAN = 64  # elements
-_SPAN_BYTES = 128
-_GROUP = 8  # tokens that a swizzle pattern spans
-_MAX_STRIDE = 1 << 40  # bytes, exclusive
-_MAX_SIZE = 1 << 31  # of an axis, so that coordinates are int32
+SPAN = 64  # elements
+SPAN_BYTES = 128
+GROUP = 8  # tokens that a swizzle pattern spans
+MAX_STRIDE = 1 << 40  # bytes, exclusive
+MAX_SIZE = 1 << 31  # of an axis, so that coordinates are int32
 
 # CUtensorMapDataType, ...Swizzle, ...L2promotion of cuda.h
-_DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}
+DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
@@ -45,7 +45,7 @@ class Box(NamedTuple):
     box: tuple[int, ...]
 
 
-_NO_MAP = bytes(_MAP_BYTES)
+NO_MAP = bytes(_MAP_BYTES)
 
 
 class KvMaps(NamedTuple):
@@ -64,7 +64,7 @@ def are_paged(pages: PagePair) -> bool | None:
         return None
     if pages.consecutive:
         return False
-    return None if pages.page_size % _GROUP else True
+    return None if pages.page_size % GROUP else True
 
 
 def _can_be_mapped(array: Array) -> bool:
@@ -72,13 +72,13 @@ def _can_be_mapped(array: Array) -> bool:
     strides = [s for n, s in zip(array.shape[:3], array.strides[:3], strict=True) if n > 1]
     head_stride = array.strides[2] if num_heads > 1 else 0
     return (
-        array.dtype in _DATA_TYPES
+        array.dtype in DATA_TYPES
         and array.size > 0
-        and head_dim % _SPAN == 0
+        and head_dim % SPAN == 0
         and array.data.ptr % 16 == 0
-        and all(0 < s < _MAX_STRIDE and s % 16 == 0 for s in strides)
-        and head_stride % _SPAN_BYTES == 0
-        and max(num_pages, page_size, num_heads * max(head_stride, 1)) < _MAX_SIZE
+        and all(0 < s < MAX_STRIDE and s % 16 == 0 for s in strides)
+        and head_stride % SPAN_BYTES == 0
+        and max(num_pages, page_size, num_heads * max(head_stride, 1)) < MAX_SIZE
     )
 
 
@@ -95,17 +95,17 @@ def box_of(array: Array, step_tokens: int, head_dim: int) -> Box:
     num_pages, page_size, num_heads, dim = array.shape
     # The strides of axes of one element are never used, but must be strides.
     page, token, head = (
-        s if n > 1 else _SPAN_BYTES for n, s in zip(array.shape[:3], array.strides[:3], strict=True)
+        s if n > 1 else SPAN_BYTES for n, s in zip(array.shape[:3], array.strides[:3], strict=True)
     )
-    num_spans = (num_heads - 1) * (head // _SPAN_BYTES) + dim // _SPAN
-    spans = head_dim // _SPAN
+    num_spans = (num_heads - 1) * (head // SPAN_BYTES) + dim // SPAN
+    spans = head_dim // SPAN
     if page_size == 1:
-        return Box((_SPAN, num_pages, num_spans), (page, _SPAN_BYTES), (_SPAN, step_tokens, spans))
-    groups = piece_tokens(page_size, step_tokens) // _GROUP
+        return Box((SPAN, num_pages, num_spans), (page, SPAN_BYTES), (SPAN, step_tokens, spans))
+    groups = piece_tokens(page_size, step_tokens) // GROUP
     return Box(
-        (_SPAN, _GROUP, num_spans, page_size // _GROUP, num_pages),
-        (token, _SPAN_BYTES, _GROUP * token, page),
-        (_SPAN, _GROUP, spans, groups, 1),
+        (SPAN, GROUP, num_spans, page_size // GROUP, num_pages),
+        (token, SPAN_BYTES, GROUP * token, page),
+        (SPAN, GROUP, spans, groups, 1),
     )
 
 
@@ -123,24 +123,24 @@ class Rows(NamedTuple):
         """
         rows, num_heads, dim = self.shape
         row, head = (
-            s if n > 1 else _SPAN_BYTES
+            s if n > 1 else SPAN_BYTES
             for n, s in zip(self.shape[:2], self.strides[:2], strict=True)
         )
         if (
-            self.dtype not in _DATA_TYPES
-            or dim % _SPAN
+            self.dtype not in DATA_TYPES
+            or dim % SPAN
             or TEAM_ROWS % group_size
-            or not all(0 < s < _MAX_STRIDE and s % 16 == 0 for s in (row, head))
+            or not all(0 < s < MAX_STRIDE and s % 16 == 0 for s in (row, head))
             or pointer % 16
-            or rows >= _MAX_SIZE
+            or rows >= MAX_SIZE
         ):
             return None
         box = Box(
-            (_SPAN, num_heads, rows, dim // _SPAN),
-            (head, row, _SPAN_BYTES),
-            (_SPAN, group_size, TEAM_ROWS // group_size, dim // _SPAN),
+            (SPAN, num_heads, rows, dim // SPAN),
+            (head, row, SPAN_BYTES),
+            (SPAN, group_size, TEAM_ROWS // group_size, dim // SPAN),
         )
-        return _encode(pointer, self.dtype, box)
+        return encode(pointer, self.dtype, box)
 
 
 class MappedLaunch:
@@ -165,8 +165,8 @@ class MappedLaunch:
             q_map = self._q.map_at(q, self._group_size)
             o_map = self._o.map_at(o, self._group_size)
             launch = self._launches[q, o] = self._bind(
-                q_map=q_map or _NO_MAP,
-                o_map=o_map or _NO_MAP,
+                q_map=q_map or NO_MAP,
+                o_map=o_map or NO_MAP,
                 q_mapped=q_map is not None,
                 o_mapped=o_map is not None,
             )
@@ -176,10 +176,10 @@ class MappedLaunch:
 def kv_maps(pages: PagePair, step_tokens: int, head_dim: int, head_dim_vo: int) -> KvMaps:
     """Make the maps of keys and values that ``are_paged`` allows."""
     k, v = (p.array for p in pages)
-    k_spans, v_spans = (a.strides[2] // _SPAN_BYTES if a.shape[2] > 1 else 0 for a in (k, v))
+    k_spans, v_spans = (a.strides[2] // SPAN_BYTES if a.shape[2] > 1 else 0 for a in (k, v))
     return KvMaps(
-        _encode(k.data.ptr, k.dtype, box_of(k, step_tokens, head_dim)),
-        _encode(v.data.ptr, v.dtype, box_of(v, step_tokens, head_dim_vo)),
+        encode(k.data.ptr, k.dtype, box_of(k, step_tokens, head_dim)),
+        encode(v.data.ptr, v.dtype, box_of(v, step_tokens, head_dim_vo)),
         k_spans,
         v_spans,
         piece_tokens(pages.page_size, step_tokens).bit_length() - 1,
@@ -191,7 +191,7 @@ def _cu_tensor_map_encode_tiled() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
 
 
-def _encode(pointer: int, dtype: Any, box: Box) -> bytes:
+def encode(pointer: int, dtype: Any, box: Box) -> bytes:
     """Have the driver make a map; what lies outside of the array reads as zeros."""
     memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     address = ctypes.addressof(memory)
@@ -199,7 +199,7 @@ def _encode(pointer: int, dtype: Any, box: Box) -> bytes:
     rank = len(box.sizes)
     error = _cu_tensor_map_encode_tiled()(
         ctypes.c_void_p(address + offset),
-        _DATA_TYPES[dtype],
+        DATA_TYPES[dtype],
         rank,
         ctypes.c_void_p(pointer),
         _numbers(ctypes.c_uint64, box.sizes),

@@ -13,9 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
+from cupy_backends.cuda.libs import nvrtc
 
 from cukv import _kernels, reference
-from cukv._specialisations import runs_on, sm90_tiles
+from cukv._specialisations import (
+    SPELLING,
+    decode_tiles,
+    latent_tiles,
+    prefill_tiles,
+    runs_on,
+    sm90_tiles,
+)
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
 # NVRTC takes longer than linearly for many specialisations in one program, and reads the headers
@@ -97,6 +105,49 @@ def test_the_gate_notices_products_that_wait_for_each_other(kernel_sources):
     path.write_text(path.read_text().replace(waits, branch))
     with pytest.raises(AssertionError, match=r"C751\d"):
         compile_and_check("prefill_sm90", "sm_90a", [sm90_tiles()[0].template_args])
+
+
+# Shared memory: the host asks for it, and kernels lay a struct over it.
+
+TILES = {
+    "decode": ("DecodeCta", decode_tiles),
+    "prefill_sm80": ("PrefillCta", prefill_tiles),
+    "prefill_sm90": ("PrefillSm90Cta", sm90_tiles),
+    "mla_decode": ("MlaDecodeCta", latent_tiles),
+    "mla_decode_sm90": (None, latent_tiles),
+}
+
+
+def smem_struct(name, cta, template_args):
+    """Spell the struct that one specialisation lays over its shared memory."""
+    if cta is None:
+        return "cukv::LatentSmem"
+    parameters = re.search(rf"template <([^>]*)>\s*struct {cta} {{", _kernels.source(name))[1]
+    names = [p.split()[-1].rstrip("_") for p in parameters.split(",")]
+    args = ", ".join(str(SPELLING.get(template_args[n], template_args[n])) for n in names)
+    return f"cukv::{cta}<{args}>::Smem"
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_the_host_asks_for_as_much_shared_memory_as_a_kernel_lays_out(name):
+    cta, tiles = TILES[name]
+    sizes = {
+        smem_struct(name, cta, tile.template_args): tile.smem_bytes
+        for tile in tiles()
+        if tile.kernel == name
+    }
+    asserts = [f'static_assert(sizeof({s}) == {size}, "{s}");' for s, size in sizes.items()]
+    text = "\n".join([_kernels.source(name), *asserts, ""])
+    params = _kernels.struct_layout(_kernels._params_struct(name), name)
+    program = nvrtc.createProgram(text, f"{name}.cu", (), ())
+    try:
+        arch = next(arch for arch in ARCHS if runs_on(name, arch))
+        flags = (*_kernels.options(arch), f"-DPARAMS_BYTES={params.size}")
+        nvrtc.compileProgram(program, flags)
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program)[:4000], pytrace=False)
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 BAD_KERNEL = """
