@@ -155,8 +155,7 @@ class PagedAttention:
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
-        paged = self._paged if custom_mask is None else None  # only the portable kernel has masks
-        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, paged)
+        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, self._paged)
         device = self._pages.first.device
         tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
         cuts = [
@@ -331,7 +330,8 @@ class PagedAttention:
             tiles = self._tiles_of_plan(op, plan.work, table.device)
         bound = []
         for tile, grid in tiles:
-            tile, grid = self._suited(tile, grid, bool(launches.options["logits_soft_cap"]))
+            capped = bool(launches.options["logits_soft_cap"])
+            tile, grid = self._suited(tile, grid, capped, custom_mask is not None)
             name = (tile.kernel, tile, grid)
             if name not in launches.of_tiles:
                 maps = self._kv_maps(tile) if isinstance(tile, Sm90Tile) else None
@@ -346,11 +346,11 @@ class PagedAttention:
             self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
         return self._maps
 
-    def _suited(self, tile: Tile, grid: Grid, capped: bool) -> tuple[Tile, Grid]:
+    def _suited(self, tile: Tile, grid: Grid, capped: bool, masked: bool) -> tuple[Tile, Grid]:
         """Give the tile that works off a list in a call: the portable one where Hopper's cannot."""
         if not isinstance(tile, Sm90Tile):
             return tile, grid
-        tile = tile._replace(capped=capped)
+        tile = tile._replace(capped=capped, masked=masked)
         if tile.paged == self._paged and tile in sm90_tiles():
             return tile, grid
         heads = int(self._pages.first.array.shape[2])

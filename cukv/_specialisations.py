@@ -183,6 +183,7 @@ class Sm90Tile(NamedTuple):
     head_dim_vo: int
     paged: bool  # a step is pieces of pages, not consecutive rows
     capped: bool = False  # logits are soft-capped
+    masked: bool = False  # the work list has a custom mask
 
     @property
     def kernel(self) -> str:
@@ -242,6 +243,7 @@ class Sm90Tile(NamedTuple):
             "SLOTS": self.slots,
             "PAGED": str(self.paged).lower(),
             "SOFT_CAP": str(self.capped).lower(),
+            "MASKED": str(self.masked).lower(),
         }
 
 
@@ -394,7 +396,8 @@ LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
 # Sizes that prefill_sm90 has tiles for, each exactly; of the last only for ragged keys and logits
-# without a cap, since pages and caps take registers that are not there.
+# without a cap, since pages and caps take registers that are not there. None has both a cap and a
+# mask, which are rare together.
 _SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 
 
@@ -425,11 +428,11 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
 def sm90_tiles() -> tuple[Sm90Tile, ...]:
     """Every tile of ``prefill_sm90``."""
     return tuple(
-        Sm90Tile(dtype, *dims, paged, capped)
+        Sm90Tile(dtype, *dims, paged, capped, masked)
         for dtype in (BFLOAT16, FLOAT16)
         for dims in _SM90_HEAD_DIMS
         for paged in (False, True)
-        for capped in (False, True)
+        for capped, masked in ((False, False), (True, False), (False, True))
         if max(dims) <= 128 or not (paged or capped)
     )
 

@@ -11,6 +11,8 @@
 //
 // Teams never pause between items: the first scores of an item are computed together with the last
 // sums of the one before, whose results go out through the memory of its queries.
+// Under a custom mask a step is an entry of the tile (common/mask.cuh): its class comes with its keys,
+// and teams read its bits if it is mixed.
 // Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
@@ -38,12 +40,20 @@ static_assert(
     sizeof(PrefillSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
 
 // Geometry of one specialisation, and its shared memory.
-template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, int SLOTS_, bool PAGED_>
+template <
+    typename KV,
+    int HEAD_DIM_QK,
+    int HEAD_DIM_VO,
+    int TOKENS_,
+    int SLOTS_,
+    bool PAGED_,
+    bool MASKED_>
 struct PrefillSm90Cta {
     static constexpr int TOKENS = TOKENS_, STAGES = 2;
     static constexpr int SLOTS = SLOTS_;  // items whose queries or results are here
     static constexpr int DEALT = 4;       // items that were dealt and not yet begun by all
     static constexpr bool PAGED = PAGED_;
+    static constexpr bool MASKED = MASKED_;  // the work list has a mask
     static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
     static constexpr int THREADS = (TEAMS + 1) * TEAM_THREADS;
     // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has.
@@ -75,6 +85,7 @@ struct PrefillSm90Cta {
         uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
         uint64_t v_landed;           // values whose last rows are still to be zeroed
         uint32_t k_dropped[STAGES];  // pieces of a step whose page does not exist
+        int32_t k_entry[STAGES];     // of a step, the mask's
         int32_t last[TEAMS];         // whether the team has the last ticket
         float unread[TEAMS * 4];     // of each warp
     };
@@ -110,10 +121,11 @@ template <
     int TOKENS,
     int SLOTS,
     bool PAGED,
-    bool SOFT_CAP>
+    bool SOFT_CAP,
+    bool MASKED>
 __global__ void __launch_bounds__(384, 1)
     prefill_sm90(const __grid_constant__ PrefillSm90Params p) {
-    using Cta = PrefillSm90Cta<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, PAGED>;
+    using Cta = PrefillSm90Cta<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, PAGED, MASKED>;
     static_assert(Cta::THREADS == 384, "as the launch bounds say");
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);

@@ -123,10 +123,10 @@ def test_any_rows_on_any_keys(page_size, rng):
 def test_any_mask_on_any_rows_and_keys(page_size, heads, rng):
     call = Call(rng, GRID, page_size=page_size, heads=heads).draw(rng, *KINDS)
     want = call.define()
-    packed = call.attend(bits=True)
-    call.check(packed, want)
-    for bits, ragged in ((False, False), (True, True), (False, True)):
-        for got, other in zip(call.attend(ragged, bits=bits), packed, strict=True):
+    for ragged in (False, True):  # which may be by different kernels
+        packed = call.attend(ragged, bits=True)
+        call.check(packed, want)
+        for got, other in zip(call.attend(ragged, bits=False), packed, strict=True):
             assert_same_bits(got, to_numpy(other))
 
 

@@ -2,7 +2,8 @@
 
 The cases are those of the portable kernel, with Hopper's kernel chosen for all that tensor maps can
 read, however few rows there are; and what only that kernel has: copies of pieces of pages, pages
-that do not exist, tiles of items that any CTA may take, scores far above those before.
+that do not exist, tiles of items that any CTA may take, scores far above those before, entries of
+masks as steps.
 """
 
 import cupy as cp
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from cases import PagedCase, indptr_of, random_rows
 from test_decode import LENS, PAGE_CASES, ROWS, assert_attends, attend, check, define
+from test_prefill import GRID, KINDS, Call
 from test_ragged import assert_is_prefill, prefill_arrays
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
-from cukv import PagedKVCache, RaggedTensor, _paged_attention, reference
+from cukv import PagedKVCache, RaggedMask, RaggedTensor, _paged_attention, reference
 from cukv._kernels import arch_of
 from cukv._specialisations import Sm90Tile, runs_on, sm90_tiles
 from cukv._tiles import _ALL_ROWS, Served
@@ -263,10 +265,99 @@ def test_a_ragged_plan_serves_narrower_values(rng, forced):
     assert_is_prefill(got, arrays, "float16", (150, 3), (200, 90), causal=True)
 
 
+# Custom masks
+
+
+def check_masked(call, forced, ragged=False, want=None, **options):
+    """Compare with the definition; both forms of a mask, planned or not, give the same bits."""
+    packed = call.attend(ragged, bits=True, planned=True, **options)
+    call.check(packed, call.define(**options) if want is None else want)
+    for got, other in zip(call.attend(ragged, bits=False, **options), packed, strict=True):
+        assert_same_bits(got, to_numpy(other))
+    assert forced
+
+
+# Groups that divide a tile of rows, and one that does not.
+@pytest.mark.parametrize(("page_size", "heads"), [(8, (4, 1)), (24, (3, 1)), (64, (8, 1))])
+def test_any_mask_on_any_rows_and_keys(page_size, heads, rng, forced):
+    call = Call(rng, GRID, page_size=page_size, heads=heads).draw(rng, *KINDS)
+    want = call.define()
+    for ragged in (False, True):
+        check_masked(call, forced, ragged, want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dims", sorted({t[1:3] for t in sm90_tiles()}), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_width_takes_every_mask(kind, dims, dtype, rng, forced):
+    shapes = [(70, 333), (1, 65), (129, 1000), (3, 0)]
+    call = Call(rng, shapes, heads=(12, 2), dims=dims, dtype=dtype).draw(rng, kind)
+    check_masked(call, forced, ragged=True)
+
+
+@pytest.mark.parametrize("options", [{"window_left": 31}, {"sm_scale": -0.3}], ids=str)
+def test_options_act_beside_a_mask(options, rng, forced):
+    call = Call(rng, [(130, 700), (40, 40), (300, 1000)], heads=(4, 2), dims=(128, 128))
+    check_masked(call.draw(rng, "all", "random", "tree"), forced, **options)
+
+
+# The portable kernel works off lists that Hopper's was chosen for.
+def test_a_cap_beside_a_mask(rng, forced):
+    call = Call(rng, [(130, 700), (40, 40)], heads=(4, 2), dims=(128, 128)).draw(rng, "random")
+    got = call.attend(bits=True, logits_soft_cap=5.0)
+    want = call.define(logits_soft_cap=5.0)
+    assert_attends(got, want, operands="bfloat16", scale=max_abs(call.arrays.v), capped=True)
+    assert forced
+
+
+# Steps come last first: rows without a maximum when all see all of a step, and one far too low.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("factor", [1.0, 60.0])
+def test_rows_that_see_nothing_before_steps_that_all_see(factor, dtype, rng, forced):
+    call = Call(rng, [(90, 900)], heads=(4, 1), dims=(128, 128), dtype=dtype)
+    (mask,) = call.draw(rng, "all").masks
+    mask[::3, 384:] = False
+    mask[1::3, 640:] = False
+    if factor > 1:
+        k = call.arrays.k.astype(np.float32)
+        k[5::97] *= factor
+        call.arrays = call.arrays._replace(k=k.astype(call.arrays.k.dtype))
+    check_masked(call, forced, ragged=True)
+
+
+# A tile that all CTAs share; over and over with the same bits.
+def test_few_rows_under_a_mask_over_many_keys_are_split(rng, forced):
+    call = Call(rng, [(40, 9000), (10, 5001)], heads=(4, 1), dims=(128, 128))
+    call.draw(rng, "scattered", "rows without keys")
+    want = call.define()
+    first = call.attend(bits=True)
+    call.check(first, want)
+    for _ in range(3):
+        for x, y in zip(call.attend(bits=True), first, strict=True):
+            assert_same_bits(x, to_numpy(y))
+    assert forced
+
+
+# No key of a hole is seen by a mask's steps either, whatever their classes.
+def test_keys_of_pages_that_do_not_exist_are_dropped_under_a_mask(rng, forced):
+    call = Call(rng, [(90, 900)], heads=(4, 1), dims=(128, 128)).draw(rng, "tree")
+    cache, table = call.case.nouns(call.arrays, cp)
+    gone = np.arange(1, call.case.pages[0], 3)
+    table.indices[cp.asarray(gone)] = call.case.max_num_pages
+    rows = RaggedTensor(cp.asarray(call.q), [0, 90])
+    got = cache.prefill(rows, table, custom_mask=call.mask(True), return_lse=True)
+    for page in gone:
+        call.masks[0][:, page * 16 : (page + 1) * 16] = False
+    call.check(got)
+    assert forced
+
+
 def test_large_calls_choose_it_by_themselves(rng):
     q, k = (
         RaggedTensor(cp.asarray(random_rows(rng, (600, n, 128), "bfloat16")), [0, 600])
         for n in (4, 1)
     )
     assert planned_on_hopper(q.plan(k, causal=True))
+    mask = RaggedMask.from_list([cp.ones((600, 600), bool)])
+    assert planned_on_hopper(q.plan(k, custom_mask=mask))
     assert not planned_on_hopper(q.plan(k, causal=True, batch_invariant=True))

@@ -1,8 +1,9 @@
 // Warps that do nothing but have keys and values copied, by tensor maps, step by step ahead of those
 // who compute with them.
 //
-// Cta: TOKENS of a step, STAGES of the ring, PAGED; Keys and Values, its tiles; Smem with rings k and
-// v and their barriers. Params: table, work, k_cache, k_map, k_head_spans, the same of v, piece_bits.
+// Cta: TOKENS of a step, STAGES of the ring, PAGED, MASKED; Keys and Values, its tiles; Smem with rings
+// k and v and their barriers. Params: table, work, k_cache, k_map, k_head_spans, the same of v,
+// piece_bits.
 #pragma once
 #include "common/operand_tiles.cuh"
 #include "common/work.cuh"
@@ -115,6 +116,29 @@ __device__ __forceinline__ int32_t last_step(const Item& item) {
     return max(item.end_token - 1, item.first_token) & -TOKENS;
 }
 
+// A step of an item's keys: those from `position` on of the request. Under a mask a step is an entry of
+// the item's tile, and items begin with whole ones; `token` counts the keys that entries list.
+template <int TOKENS, bool MASKED>
+struct Step {
+    int32_t position;
+    int32_t num_keys;  // of the item; none or less in the only step of an item without keys
+    int32_t entry;     // of the mask; 0 where there are no keys, mixed where they are few
+
+    __device__ __forceinline__ Step(const MaskTiles& mask, const Item& item, int32_t token)
+        : position(token), num_keys(min(item.end_token - token, TOKENS)), entry(0) {
+        if constexpr (MASKED) {
+            static_assert(TOKENS == MASK_STEP, "a step is an entry");
+            if (num_keys > 0) {
+                entry = mask.entries[item.mask_entry + token / TOKENS];
+            }
+            position = (entry >> 4) * TOKENS;
+            if (num_keys > 0 && num_keys < TOKENS) {
+                entry = (entry & ~ALL_CLASSES) | BOTH_MIXED;
+            }
+        }
+    }
+};
+
 // How a warp has steps of keys or values copied. PAGED: in pieces of 2^piece_bits tokens, which lie
 // in one page each, by one lane each; else a step is consecutive rows.
 template <typename Tile, int TOKENS, bool PAGED>
@@ -132,12 +156,13 @@ struct StepCopy {
         uint32_t dropped;  // of the step, by pieces: keys of the item whose page does not exist
     };
 
-    __device__ __forceinline__ Piece find(const Item& item, int32_t token) const {
+    template <typename Step>
+    __device__ __forceinline__ Piece find(const Item& item, const Step& step) const {
         if constexpr (!PAGED) {
             return {};
         }
-        const int32_t own = token + (threadIdx.x % WARP_SIZE << piece_bits);
-        const bool wanted = own < min(item.end_token, token + TOKENS);
+        const int32_t own = step.position + (threadIdx.x % WARP_SIZE << piece_bits);
+        const bool wanted = own < step.position + step.num_keys;
         const uint32_t page_idx = table.page_divisor.quotient(own);
         const int64_t id = wanted ? table.indices[item.first_page + page_idx] : -1;
         const bool found = cache.has(id);
@@ -153,7 +178,7 @@ struct StepCopy {
         uint64_t& full,
         const Item& item,
         int kv_head,
-        int32_t token,
+        int32_t position,
         const Piece& piece) const {
         const int lane_idx = threadIdx.x % WARP_SIZE;
         if (lane_idx == 0) {
@@ -164,7 +189,7 @@ struct StepCopy {
         if constexpr (!PAGED) {
             if (lane_idx == 0) {
                 cp_async_bulk_tensor_3d(
-                    to, map, full, 0, item.first_page + token, kv_head * head_spans);
+                    to, map, full, 0, item.first_page + position, kv_head * head_spans);
             }
         } else if (lane_idx < TOKENS >> piece_bits) {
             cp_async_bulk_tensor_5d(
@@ -191,12 +216,17 @@ __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& 
         others.put(next, next_head);
         for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
              token -= Cta::TOKENS) {
-            const auto piece = copy.find(item, token);
+            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
+            const auto piece = copy.find(item, step);
             mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
             if (Cta::PAGED && threadIdx.x == 0) {
                 smem.k_dropped[at.stage] = piece.dropped;
             }
-            copy.issue(smem.k[at.stage], smem.k_full[at.stage], item, kv_head, token, piece);
+            if (Cta::MASKED && threadIdx.x == 0) {
+                smem.k_entry[at.stage] = step.entry;
+            }
+            copy.issue(
+                smem.k[at.stage], smem.k_full[at.stage], item, kv_head, step.position, piece);
             at.next();
         }
         item = next;
@@ -221,13 +251,14 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
     for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
         for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
              token -= Cta::TOKENS) {
-            const auto piece = copy.find(item, token);
-            const int num_keys = max(item.end_token - token, 0);
+            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
+            const auto piece = copy.find(item, step);
+            const int num_keys = max(step.num_keys, 0);
             char* tile = smem.v[at.stage];
             uint64_t& full = smem.v_full[at.stage];
             mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
             const bool whole = num_keys >= Cta::TOKENS;
-            copy.issue(tile, whole ? full : smem.v_landed, item, kv_head, token, piece);
+            copy.issue(tile, whole ? full : smem.v_landed, item, kv_head, step.position, piece);
             if (!whole) {
                 mbarrier_try_wait(smem.v_landed, landed_parity);
                 landed_parity ^= 1;

@@ -28,6 +28,10 @@ __device__ __forceinline__ uint32_t low_bits(int32_t num) {
 
 enum MaskClass : int32_t { EMPTY = 0, MIXED = 1, FULL = 2 };
 
+constexpr int32_t ALL_CLASSES = 15;  // of an entry
+constexpr int32_t BOTH_FULL = FULL << 2 | FULL;
+constexpr int32_t BOTH_MIXED = MIXED << 2 | MIXED;
+
 struct MaskTile {
     int32_t first_entry;
     int32_t num_tokens;  // listed keys; the last step of a request may be short

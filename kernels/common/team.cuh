@@ -3,11 +3,12 @@
 // Its queries and keys come by others (common/row_server.cuh, common/kv_server.cuh). It never pauses
 // between items: the first scores of an item are computed together with the last sums of the one
 // before, whose results go out through the memory of its queries.
-// Cta: Queries, Results, Keys and Values, its tiles; TOKENS of a step, SLOTS, PAGED; State, Order,
-// Smem. Params: those of common/attention.cuh, and piece_bits.
+// Cta: Queries, Results, Keys and Values, its tiles; TOKENS of a step, SLOTS, PAGED, MASKED; State,
+// Order, Smem. Params: those of common/attention.cuh, and piece_bits.
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/logits.cuh"
+#include "common/team_sight.cuh"
 #include "common/team_slots.cuh"
 #include "common/warpgroup_state.cuh"
 
@@ -28,11 +29,12 @@ struct Team {
     float score_scale;  // of scores before they are capped
     typename Cta::State state;
 
-    // The item: keys that all rows see, and that each of this lane's rows sees.
+    // The item.
     int slot = 0;
     uint32_t num_items = 0;
     int32_t token = 0;  // of the step
-    int32_t first_token, all_from, all_to, from[2], to[2];
+    int32_t first_token;
+    TeamSight<Cta, Cta::MASKED> sight;
     bool starts = true;  // the sums that come next are the item's first
 
     typename Cta::Place k, v;
@@ -55,7 +57,7 @@ struct Team {
     __device__ __forceinline__ bool next_item() {
         const int next_slot = num_items % Cta::SLOTS;
         mbarrier_try_wait(smem.q_full[next_slot][team], num_items / Cta::SLOTS & 1);
-        Item item = smem.orders[next_slot][team].item;
+        const Item item = smem.orders[next_slot][team].item;
         if (item.num_rows == 0) {
             return false;
         }
@@ -63,21 +65,7 @@ struct Team {
         ++num_items;
         token = last_step<TOKENS>(item) + TOKENS;
         first_token = first_step<TOKENS>(item);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int32_t position =
-                item.diagonal +
-                static_cast<int32_t>(p.group.quotient(item.first_row + row + 8 * h));
-            from[h] = p.window_left < 0 ? item.first_token
-                                        : max(item.first_token, position - p.window_left);
-            to[h] = p.causal ? min(item.end_token, position + 1) : item.end_token;
-        }
-        const int first = team * Cta::TEAM_ROWS;
-        item.first_row += first;
-        item.num_rows = max(Cta::own_rows(smem.orders[next_slot][team].item, team), 1);
-        const Sight sight(p, item);
-        all_from = max(item.first_token, sight.all_from);
-        all_to = min(item.end_token, sight.all_to);
+        sight.begin(p, item, team, row);
         return true;
     }
 
@@ -100,25 +88,6 @@ struct Team {
         wgmma_commit_group();
     }
 
-    // Hides the scores of keys that a row does not see, or that do not exist.
-    __device__ __forceinline__ void mask() {
-        uint32_t first[2], num[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            first[h] = token + lane_idx % 4 * 2 - from[h];
-            num[h] = max(to[h] - from[h], 0);
-        }
-#pragma unroll
-        for (int tile = 0; tile < TOKENS / 8; ++tile) {
-            const bool exists = !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool seen = first[i / 2] + tile * 8 + i % 2 < num[i / 2];
-                state.s[tile][i] = seen && exists ? state.s[tile][i] : NO_KEY;
-            }
-        }
-    }
-
     template <bool MASKED>
     __device__ __forceinline__ void weigh() {
         if constexpr (SOFT_CAP) {
@@ -129,7 +98,9 @@ struct Team {
             }
         }
         if constexpr (MASKED) {
-            mask();
+            sight.hide(state.s, token, [&](int tile) {
+                return !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
+            });
         }
         state.weigh(scale);
     }
@@ -163,6 +134,9 @@ struct Team {
         constexpr bool LAGS = !MASKED && !SOFT_CAP;
         if (!v_here) {
             mbarrier_try_wait(smem.v_full[v.stage], v.parity);
+        }
+        if constexpr (MASKED) {
+            sight.load(p);
         }
         hold(state.s);
         hold(state.o);
@@ -199,7 +173,7 @@ struct Team {
         // Asked early, needed by the next step.
         k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
         v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
-        dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        look_up();
         state.pack();
     }
 
@@ -288,19 +262,26 @@ struct Team {
         return staged;
     }
 
+    // What comes with the keys of a step.
+    __device__ __forceinline__ void look_up() {
+        dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        sight.look_up(smem, k.stage);
+    }
+
     // Before a step: whether its keys are here, and whether some row does not see all of them.
     __device__ __forceinline__ bool masked() {
         if (!k_here) {
             mbarrier_try_wait(smem.k_full[k.stage], k.parity);
-            dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+            look_up();
         }
-        return dropped != 0 || token < all_from || token + TOKENS > all_to;
+        return dropped != 0 || !sight.sees_all(token);
     }
 
     // The first scores of an item, which no sums go with.
     __device__ __forceinline__ void begin() {
         token -= TOKENS;
         masked();
+        sight.load(p);
         hold(state.s);
         wgmma_fence();
         multiply_keys();
