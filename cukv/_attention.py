@@ -174,11 +174,12 @@ class PagedCall(NamedTuple):
     causal: bool
     window_left: int
     custom_mask: Mask | None = None
+    first_seen: Array | None = None  # [rows] int32 on a GPU: where each row's window begins
 
 
 def check_paged_call(call: PagedCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Check a call against a paged cache: (what a plan depends on, home)."""
-    op, q, qo_indptr, table, causal, window_left, custom_mask = call
+    op, q, qo_indptr, table, causal, window_left, custom_mask, _ = call
     pages.check_table(op, table)
     k, _ = pages
     _, page_size, num_kv_heads, head_dim = k.array.shape

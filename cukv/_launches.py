@@ -39,7 +39,8 @@ def make_work(kind: PlanKind, call: PagedCall | LatentCall) -> WorkLists | None:
     """Make work lists; None: there is nothing to attend from."""
     if kind.sizes is None:
         return None
-    return kind.sizes.make(call.table, call.qo_indptr, call.custom_mask, kind)
+    arrays = call.table, call.qo_indptr, call.custom_mask, call.first_seen
+    return kind.sizes.make(*arrays, kind)
 
 
 def work_of_call(
@@ -66,8 +67,8 @@ def require_arrays(work: WorkLists, call: PagedCall | LatentCall) -> None:
     ):
         if mine is not theirs and _packed(mine) != _packed(theirs):
             raise ValueError(
-                f"{call.op}: the plan was made from another {name}; a plan follows changed contents "
-                "of its own arrays when it is updated"
+                f"{call.op}: the plan was made from another {name}; a plan follows changed "
+                "contents of its own arrays when it is updated"
             )
 
 

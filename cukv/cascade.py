@@ -354,15 +354,16 @@ class CascadeLevels(Noun):
         Raises
         ------
         NotImplementedError
-            On a GPU: a window over several levels, and what ``PagedKVCache.prefill`` does not take.
+            What ``PagedKVCache.prefill`` does not take on a GPU.
         TypeError, ValueError
             Wrong home, dtype, shape or option, or a plan made for another call.
 
         Notes
         -----
         On a GPU: the launches of ``PagedKVCache.prefill`` for each level and one that merges, on
-        the current stream; no synchronisation. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
-        kernels/merge_states.cu.
+        the current stream; no synchronisation. Rows are copied first where there is a
+        ``row_order``. Source: kernels/decode.cu, kernels/prefill_sm80.cu, kernels/prefill_sm90.cu,
+        kernels/first_seen.cu, kernels/merge_states.cu.
         """
         op = "CascadeLevels.attend"
         key = self._check_call(op, q, cache, causal, window_left)
