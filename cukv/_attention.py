@@ -26,15 +26,6 @@ _OUTPUTS = (*_HALVES, FLOAT32)
 _LONGEST_WINDOW = (1 << 31) - 1  # no request is longer
 
 
-def no_kernel(op: str, what: str = "it") -> NotImplementedError:
-    """Make the error of attention that no kernel does yet."""
-    return NotImplementedError(
-        f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
-        "gather, merge_states, PagedKVCache.decode, PagedKVCache.prefill, RaggedTensor.prefill and "
-        "MLAPagedCache.decode; CascadeLevels.attend works on NumPy arrays (.to_host())"
-    )
-
-
 # ------------------------------------------------------------------------------------------ checks
 
 

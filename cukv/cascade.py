@@ -68,6 +68,10 @@ class CascadeLevels(Noun):
     Layout: FlashInfer, "KV-Cache Layout in FlashInfer", section "Multi-level Cascade Inference
     Data Layout". There a window or a row order is not possible.
 
+    Rows attend level by level, those of a request together: what many requests share is not read
+    again for each of them. ``from_prefixes`` finds what they share in a page table, as far as it
+    pays.
+
     Examples
     --------
     >>> import numpy as np
