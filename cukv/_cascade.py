@@ -2,7 +2,8 @@
 
 A level is a paged call of its own, with its own plan: its requests are the groups of rows that
 share pages. Levels give states of disjoint keys, in float32, which ``kernels/merge_states.cu``
-makes one, with the sinks, in the order of the caller's rows.
+makes one, with the sinks, in the order of the caller's rows. Where a row's window begins in a level
+above its leaf depends on the levels below: ``kernels/first_seen.cu`` finds that beforehand.
 """
 
 from __future__ import annotations
@@ -179,7 +180,11 @@ def attend_cascade(
 
 
 def _take_rows(q: Array, row_order: Array) -> Array:
-    """Copy rows of q; entries that name none of them, which are padding, take any."""
+    """Copy rows of q; entries that name none of them, which are padding, take any.
+
+    All levels share the copy. Hopper's kernel has queries brought by tensor map, which takes rows
+    that lie together.
+    """
     bits = q.view(np.dtype(f"u{q.dtype.itemsize}"))
     with q.device:
         return cp.take(bits, row_order, axis=0, mode="clip").view(q.dtype)

@@ -7,7 +7,7 @@
 // of which those above the level come off. What the level below has, if it is an upper one, holds the
 // rest of the sum. One thread per row. Bound by latency: two binary searches.
 // Any contents of the index arrays are safe: a row that is no request's has no keys there.
-// Host: cukv/_cascade.py FirstSeen       Reference: cukv/reference.py cascade
+// Host: cukv/_cascade.py Windows.update       Reference: cukv/reference.py cascade
 #include "common/paged.cuh"
 
 namespace cukv {
