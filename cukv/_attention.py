@@ -26,15 +26,6 @@ _OUTPUTS = (*_HALVES, FLOAT32)
 _LONGEST_WINDOW = (1 << 31) - 1  # no request is longer
 
 
-def no_kernel(op: str, what: str = "it") -> NotImplementedError:
-    """Make the error of attention that no kernel does yet."""
-    return NotImplementedError(
-        f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
-        "gather, merge_states, PagedKVCache.decode, PagedKVCache.prefill, RaggedTensor.prefill and "
-        "MLAPagedCache.decode; CascadeLevels.attend works on NumPy arrays (.to_host())"
-    )
-
-
 # ------------------------------------------------------------------------------------------ checks
 
 
@@ -174,11 +165,12 @@ class PagedCall(NamedTuple):
     causal: bool
     window_left: int
     custom_mask: Mask | None = None
+    first_seen: Array | None = None  # [rows] int32 on a GPU: where each row's window begins
 
 
 def check_paged_call(call: PagedCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Check a call against a paged cache: (what a plan depends on, home)."""
-    op, q, qo_indptr, table, causal, window_left, custom_mask = call
+    op, q, qo_indptr, table, causal, window_left, custom_mask, _ = call
     pages.check_table(op, table)
     k, _ = pages
     _, page_size, num_kv_heads, head_dim = k.array.shape

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from cukv._specialisations import Tile
     from cukv._tiles import Grid
 
-_PER_CALL = ("table", "q", "o", "lse", "sinks", "work", "q_scale", "k_scale", "v_scale")
+_PER_CALL = (
+    "table", "q", "o", "lse", "sinks", "first_seen", "work", "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
 _VECTOR_BYTES = 16
 
 

@@ -63,6 +63,10 @@ class LatentCall(NamedTuple):
     def custom_mask(self) -> None:
         """What paged calls may have, and latent ones have not."""
 
+    @property
+    def first_seen(self) -> None:
+        """The same."""
+
     @classmethod
     def of(
         cls,

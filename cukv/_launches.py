@@ -39,7 +39,8 @@ def make_work(kind: PlanKind, call: PagedCall | LatentCall) -> WorkLists | None:
     """Make work lists; None: there is nothing to attend from."""
     if kind.sizes is None:
         return None
-    return kind.sizes.make(call.table, call.qo_indptr, call.custom_mask, kind)
+    arrays = call.table, call.qo_indptr, call.custom_mask, call.first_seen
+    return kind.sizes.make(*arrays, kind)
 
 
 def work_of_call(

@@ -114,7 +114,7 @@ class PagedAttention:
 
     def _kind(self, call: PagedCall, batch_invariant: bool) -> PlanKind:
         """Give what plans like this one share, checked and sized at the first of them."""
-        op, q, qo_indptr, table, causal, window_left, _ = call
+        op, q, qo_indptr, table, causal, window_left, _, first_seen = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -131,6 +131,7 @@ class PagedAttention:
             causal,
             window_left,
             _mask_signature(call),
+            first_seen is not None,
             batch_invariant,
         )
         kind = self._kinds.get(signature)
@@ -148,14 +149,16 @@ class PagedAttention:
         self, call: PagedCall, batch_invariant: bool
     ) -> tuple[tuple[tuple[Tile, Grid], ...], WorkSizes]:
         """Choose tiles and grids, and find the sizes of their work lists."""
-        op, q, qo_indptr, table, causal, window_left, custom_mask = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, first_seen = call
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
         num_kv_heads = self._pages.first.array.shape[2]
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
-        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, self._paged)
+        # Only portable kernels have windows that begin where they are told.
+        paged = self._paged if first_seen is None else None
+        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, paged)
         device = self._pages.first.device
         tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
         cuts = [
@@ -219,7 +222,7 @@ class PagedAttention:
         v; ``results`` are ``out``, ``lse`` and ``return_lse``. All of them are as the caller gave
         them.
         """
-        op, q, qo_indptr, table, causal, window_left, custom_mask = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, first_seen = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -246,6 +249,7 @@ class PagedAttention:
             None if out is None else array_signature(out),
             None if lse is None else array_signature(lse),
             custom_mask is not None,
+            first_seen is not None,
         )
         # A plan is checked once for all of its kind, or below if it has no work list.
         work = plan.work if type(plan) is Plan else None
@@ -282,6 +286,7 @@ class PagedAttention:
                     out.data.ptr,
                     0 if lse is None else lse.data.ptr,
                     0 if sinks is None else sinks.data.ptr,
+                    0 if first_seen is None else first_seen.data.ptr,
                     packed,
                     *factors,
                 )
@@ -296,7 +301,7 @@ class PagedAttention:
         arrays: tuple[Any, ...],
     ) -> _Prepared:
         """Check a call, and find the launch of all calls like it; ``arrays`` is their signature."""
-        op, q, qo_indptr, table, causal, window_left, custom_mask = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, _ = call
         sm_scale, logits_soft_cap, sinks = logits
         out, lse = results
         signature = (qo_indptr is None, *arrays)

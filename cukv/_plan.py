@@ -243,7 +243,7 @@ class WorkSizes:
         self._fill: BoundLaunch = kernel("plan", device, **template_args).bind(
             num_ctas * len(cuts),
             threads,
-            per_call=("table", "qo_indptr", "first", "second"),
+            per_call=("table", "qo_indptr", "first", "second", "first_seen"),
             num_ctas=num_ctas,
             team_bits=team_bits,
             causal=causal,
@@ -252,11 +252,16 @@ class WorkSizes:
         )
 
     def make(
-        self, table: PageTable, qo_indptr: Array | None, mask: Mask | None, kind: Any
+        self,
+        table: PageTable,
+        qo_indptr: Array | None,
+        mask: Mask | None,
+        first_seen: Array | None,
+        kind: Any,
     ) -> WorkLists:
         """Allocate work lists and fill them from the present contents of the arrays.
 
-        ``kind`` is what their maker wants to know them by.
+        ``kind`` is what their maker wants to know them by; ``first_seen`` is ``PagedCall``'s.
         """
         memory = _alloc(sum(sizes.num_bytes for sizes in self._lists), table.device)
         base, packed = memory.ptr, []
@@ -264,7 +269,7 @@ class WorkSizes:
             packed.append(sizes.pack(base))
             base += sizes.num_bytes
         fills = (self._fill, self._fill_mask)
-        lists = WorkLists(fills, table, qo_indptr, mask, memory, packed, kind)
+        lists = WorkLists(fills, table, qo_indptr, mask, first_seen, memory, packed, kind)
         lists.update()
         return lists
 
@@ -273,8 +278,8 @@ class WorkLists:
     """The work lists of a plan in device memory, and the arrays that they follow."""
 
     __slots__ = (
-        "_fill", "_fill_mask", "_indptr", "_lists", "_memory", "_source", "kind", "mask", "packed",
-        "qo_indptr", "table",
+        "_fill", "_fill_mask", "_first_seen", "_indptr", "_lists", "_memory", "_source", "kind",
+        "mask", "packed", "qo_indptr", "table",
     )  # fmt: skip
 
     def __init__(
@@ -283,6 +288,7 @@ class WorkLists:
         table: PageTable,
         qo_indptr: Array | None,
         mask: Mask | None,
+        first_seen: Array | None,
         memory: cp.cuda.MemoryPointer,
         packed: list[tuple[bytes, bytes]],
         kind: Any,
@@ -290,6 +296,7 @@ class WorkLists:
         self._fill, self._fill_mask = fills
         self.table, self.qo_indptr, self._memory = table, qo_indptr, memory
         self._indptr = pack_index(qo_indptr)
+        self._first_seen = first_seen
         self._lists = [of_plan for _, of_plan in packed] + [_NO_LIST] * (2 - len(packed))
         self._source = b"" if mask is None else _pack_mask(mask)
         self.packed = [of_call for of_call, _ in packed]  # kernels/common/work.cuh's WorkList
@@ -300,7 +307,8 @@ class WorkLists:
         """Fill the lists from the present contents of the arrays."""
         if self._fill_mask is not None:
             self._fill_mask(self.table.packed, self._indptr, *self._lists, self._source)
-        self._fill(self.table.packed, self._indptr, *self._lists)
+        first_seen = 0 if self._first_seen is None else self._first_seen.data.ptr
+        self._fill(self.table.packed, self._indptr, *self._lists, first_seen)
 
 
 def _pack_mask(mask: Mask) -> bytes:

@@ -484,6 +484,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "byte_indptr": [{}],
         "copy_pages": [{"BYTES": size} for size in (16, 4, 2, 1)],
         "decode": [tile.template_args for tile in decode_tiles()],
+        "first_seen": [{}],
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
         "mask_tiles": [{"BITS": is_bits} for is_bits in ("true", "false")],

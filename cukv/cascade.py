@@ -68,6 +68,10 @@ class CascadeLevels(Noun):
     Layout: FlashInfer, "KV-Cache Layout in FlashInfer", section "Multi-level Cascade Inference
     Data Layout". There a window or a row order is not possible.
 
+    Rows attend level by level, those of a request together: what many requests share is not read
+    again for each of them. ``from_prefixes`` finds what they share in a page table, as far as it
+    pays.
+
     Examples
     --------
     >>> import numpy as np
@@ -354,15 +358,16 @@ class CascadeLevels(Noun):
         Raises
         ------
         NotImplementedError
-            On a GPU: a window over several levels, and what ``PagedKVCache.prefill`` does not take.
+            What ``PagedKVCache.prefill`` does not take on a GPU.
         TypeError, ValueError
             Wrong home, dtype, shape or option, or a plan made for another call.
 
         Notes
         -----
         On a GPU: the launches of ``PagedKVCache.prefill`` for each level and one that merges, on
-        the current stream; no synchronisation. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
-        kernels/merge_states.cu.
+        the current stream; no synchronisation. Rows are copied first where there is a
+        ``row_order``. Source: kernels/decode.cu, kernels/prefill_sm80.cu, kernels/prefill_sm90.cu,
+        kernels/first_seen.cu, kernels/merge_states.cu.
         """
         op = "CascadeLevels.attend"
         key = self._check_call(op, q, cache, causal, window_left)

@@ -517,7 +517,7 @@ return_lse
         results: tuple[Any, Any, bool],
     ) -> Any:
         """Attend by the definition: ``PagedAttention.attend`` on NumPy arrays."""
-        op, q, qo_indptr, table, causal, window_left, custom_mask = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, _ = call
         key, _ = check_paged_call(call, self._pages)
         require_plan(op, plan, key)
         options = check_options(

@@ -19,6 +19,7 @@
 #include "common/ptx.cuh"
 #include "common/scan.cuh"
 #include "common/tiles.cuh"
+#include "common/window.cuh"
 
 namespace cukv {
 
@@ -32,7 +33,8 @@ struct PlanParams {
     int32_t num_ctas;   // of a list
     int32_t team_bits;  // log2 of the threads of a request
     int32_t causal;
-    int32_t window_left;  // -1: off
+    int32_t window_left;        // -1: off
+    const int32_t* first_seen;  // [num_q_rows], see common/window.cuh, or null
 };
 
 static_assert(sizeof(PlanParams) == PARAMS_BYTES, "host and device disagree on the parameters");
@@ -93,7 +95,7 @@ struct Tile {
         const int32_t diagonal = rows.kv_len - rows.qo_len;  // position of the first query
         const int32_t first_q = p.group.quotient(first_row);
         const int32_t last_q = num_rows > 0 ? p.group.quotient(first_row + num_rows - 1) : -1;
-        const int32_t first = p.window_left < 0 ? 0 : diagonal + first_q - p.window_left;
+        const int32_t first = SeenFrom(p, rows.first_q_row, diagonal, first_q, last_q).least;
         const int32_t end = p.causal ? diagonal + last_q + 1 : rows.kv_len;
         first_token = min(max(first, 0), rows.kv_len);
         num_tokens = num_rows > 0 ? max(end - first_token, 0) : 0;

@@ -898,15 +898,12 @@ def test_levels_do_not_mix_homes():
 
 
 @pytest.mark.gpu
-def test_attend_on_the_gpu_checks_its_arguments_and_says_what_does_not_exist():
+def test_attend_on_the_gpu_checks_its_arguments():
     levels = two().to_device()
     cache = PagedKVCache(cp.zeros((9, 2, 4, 2, 64), np.float16))
     q = cp.zeros((2, 2, 64), np.float16)
-    for method in (levels.attend, levels.plan):
-        with pytest.raises(
-            NotImplementedError, match=r"attend: a window over several levels .* 2 l"
-        ):
-            method(q, cache, window_left=3)
+    with pytest.raises(ValueError, match="the plan was made for window_left=-1, got 3"):
+        levels.attend(q, cache, window_left=3, plan=levels.plan(q, cache))
     with pytest.raises(ValueError, match="head_dim=64"):
         levels.attend(q[..., :32], cache)
     with pytest.raises(TypeError, match="is on the GPU but levels is in NumPy"):
@@ -932,7 +929,8 @@ class Tree:
     def attend(self, planned=False, **options):
         """Attend on the GPU: (o, lse)."""
         levels, cache, q = self.levels.to_device(), self.cache.to_device(), cp.asarray(self.q)
-        plan = levels.plan(q, cache, causal=options.get("causal", False)) if planned else None
+        planning = {n: options[n] for n in ("causal", "window_left") if n in options}
+        plan = levels.plan(q, cache, **planning) if planned else None
         return levels.attend(q, cache, plan=plan, return_lse=True, **options)
 
     def define(self, **options):
@@ -1031,6 +1029,27 @@ def test_options_count_once_over_all_levels(rng):
         Tree(rng, empty).check()
 
 
+# Leaves have up to 12 tokens, and each level above them as many: windows end in the leaf, at its
+# first token or in a level above it, of a row's whole past and beyond.
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("window_left", [0, 3, 9, 17, 100])
+def test_windows_count_positions_over_all_levels(depth, window_left, rng):
+    tree = Tree(rng, chain(rng, depth, qo_lens=(1, 2, 0, 5)))
+    sinks = cp.asarray(rng.standard_normal(4).astype(np.float32))
+    tree.check(window_left=window_left, causal=window_left % 2 == 0, sinks=sinks)
+
+
+# Tiles of many rows and of few, whose rows see a shared level from different tokens on.
+@pytest.mark.gpu
+@pytest.mark.parametrize("window_left", [20, 100, 300])
+def test_windows_of_many_rows_attend_as_defined(window_left, rng):
+    levels = chain(rng, 2, page_size=16, prefix_pages=60, batch=150)
+    Tree(rng, levels, dim=128).check(window_left=window_left)
+    levels = chain(rng, 3, page_size=16, prefix_pages=12, batch=9, qo_lens=(40, 1, 70))
+    Tree(rng, levels, dim=128).check(window_left=window_left, causal=True)
+
+
 @pytest.mark.gpu
 def test_results_go_where_told_and_rows_past_the_levels_are_left_alone(rng):
     tree = Tree(rng, chain(rng, 2))
@@ -1049,15 +1068,16 @@ def test_results_go_where_told_and_rows_past_the_levels_are_left_alone(rng):
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_follows_changed_lengths(rng):
+@pytest.mark.parametrize("window_left", [-1, 30])
+def test_a_replayed_graph_follows_changed_lengths(window_left, rng):
     tree = Tree(rng, chain(rng, 3, page_size=16))
     levels, cache, q = tree.levels.to_device(), tree.cache.to_device(), cp.asarray(tree.q)
     out, lse = cp.empty_like(q), cp.empty(q.shape[:2], np.float32)
-    plan = levels.plan(q, cache)
+    plan = levels.plan(q, cache, window_left=window_left)
 
     def step():
         plan.update()
-        levels.attend(q, cache, plan=plan, out=out, lse=lse)
+        levels.attend(q, cache, window_left=window_left, plan=plan, out=out, lse=lse)
 
     last = [table.last_page_len.copy() for table in levels.tables]
     with captured(step) as (stream, graph, _):
@@ -1066,7 +1086,7 @@ def test_a_replayed_graph_follows_changed_lengths(rng):
                 table.last_page_len[...] = cp.maximum(full - shorter, 1)
             out[...], lse[...] = np.nan, np.nan
             graph.launch(stream)
-            want = levels.attend(q, cache, return_lse=True)
+            want = levels.attend(q, cache, window_left=window_left, return_lse=True)
             assert_same_bits(out, want[0])
             assert_same_bits(lse, want[1])
 

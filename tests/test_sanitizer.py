@@ -105,6 +105,21 @@ class Arguments:
         """Plan that captured calls of prefill are given."""
         return self.kv.plan(self.rows, self.kv_table, causal=True)
 
+    @functools.cached_property
+    def levels(self):
+        """Levels of the rows of prefill: two pages for all, before those of each request."""
+        table, dtype = self.kv_table, self.qo_indptr.dtype
+        ends, last, order = (
+            on(self.xp, np.array(x, dtype)) for x in ([0, 2], [16], np.arange(9)[::-1])
+        )
+        root = cukv.PageTable(ends, table.indices[:2], last, 16)
+        return cukv.CascadeLevels((self.qo_indptr[::4], self.qo_indptr), (root, table), order)
+
+    @functools.cached_property
+    def cascade_plan(self):
+        """Plan that captured calls over levels are given."""
+        return self.levels.plan(self.q, self.kv, causal=True, window_left=30)
+
 
 CALLS = {
     "append by indptr": lambda a: a.cache.append(a.k, a.v, a.table, indptr=a.indptr),
@@ -145,6 +160,9 @@ CALLS = {
     "MLA decode of many rows": lambda a: a.attend_latent(9, 40),
     "prefill": lambda a: a.kv.prefill(
         a.rows, a.kv_table, causal=True, plan=a.prefill_plan, return_lse=True
+    ),
+    "CascadeLevels.attend": lambda a: a.levels.attend(
+        a.q, a.kv, causal=True, window_left=30, plan=a.cascade_plan, return_lse=True
     ),
 }
 
@@ -319,13 +337,16 @@ def attend_with_garbage(cache, q, rng, dtype, kind):
         parts = right.indptr, right.indices, right.last_page_len
         table = cukv.PageTable(*(x.astype(dtype) for x in parts), 16)  # copies, to be overwritten
         rows = cukv.RaggedTensor(q, on(cp, indptr_of((3, 0, 1, 0, 1), dtype)))
+        levels = cukv.CascadeLevels((rows.indptr, rows.indptr), (table, table))
         plans = [cache.plan(x, table, batch_invariant=batch_invariant) for x in (q, rows)]
+        plans.append(levels.plan(q, cache, window_left=3))
         for _ in range(2):
             for x in (table.indptr, table.indices, table.last_page_len, rows.indptr):
                 x[...] = index(len(x))
             for _ in range(2):  # not told, then told
                 cache.decode(q, table, plan=plans[0], return_lse=True)
                 cache.prefill(rows, table, plan=plans[1], return_lse=True)
+                levels.attend(q, cache, window_left=3, plan=plans[2])
                 for plan in plans:
                     plan.update()
         table.indices[...] = on(cp, pages.astype(dtype))

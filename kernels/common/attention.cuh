@@ -5,11 +5,12 @@
 namespace cukv {
 
 struct AttentionParams {
-    PageTable table;    // of it the page ids: lengths are the work list's
-    const char* q;      // [rows, num_qo_heads, head_dim]
-    char* o;            // [rows, num_qo_heads, head_dim_vo]
-    char* lse;          // [rows, num_qo_heads] float32, base 2, or null
-    const char* sinks;  // [num_qo_heads], or null
+    PageTable table;            // of it the page ids: lengths are the work list's
+    const char* q;              // [rows, num_qo_heads, head_dim]
+    char* o;                    // [rows, num_qo_heads, head_dim_vo]
+    char* lse;                  // [rows, num_qo_heads] float32, base 2, or null
+    const char* sinks;          // [num_qo_heads], or null
+    const int32_t* first_seen;  // [rows], see common/window.cuh, or null
     WorkList work;
     Scale q_scale;
     Scale k_scale;

@@ -6,6 +6,7 @@
 // common/swapped.cuh, which says of each score whose row and token it is.
 #pragma once
 #include "common/queries.cuh"
+#include "common/window.cuh"
 
 namespace cukv {
 
@@ -65,17 +66,23 @@ struct Logits {
 // a mask tokens are listed ones, and neither causal nor the window applies.
 struct Sight {
     int32_t first_row, diagonal;
+    int32_t first_q_row, last_q_row;  // of q
     int32_t mask_entry;
     int32_t all_from, all_to;  // every row sees the tokens [all_from, all_to): they need no mask
     int32_t end_token;         // no row sees a token from here on
 
-    // Params: group, causal, window_left.
+    // Params: group, causal, window_left, first_seen.
     template <typename Params>
     __device__ __forceinline__ Sight(const Params& p, const Item& item)
-        : first_row(item.first_row), diagonal(item.diagonal), mask_entry(item.mask_entry) {
+        : first_row(item.first_row),
+          diagonal(item.diagonal),
+          first_q_row(item.first_q_row),
+          mask_entry(item.mask_entry) {
         const int32_t first_q = p.group.quotient(first_row);
-        const int32_t last_q = p.group.quotient(first_row + item.num_rows - 1);
-        all_from = p.window_left < 0 ? 0 : diagonal + last_q - p.window_left;
+        const int32_t last_q =
+            item.num_rows == 0 ? first_q - 1 : p.group.quotient(first_row + item.num_rows - 1);
+        last_q_row = first_q_row + last_q;
+        all_from = SeenFrom(p, first_q_row, diagonal, first_q, last_q).largest;
         all_to = p.causal ? diagonal + first_q + 1 : 0x7fffffff;
         end_token = item.num_rows == 0 ? 0 : p.causal ? diagonal + last_q + 1 : item.end_token;
     }
@@ -101,14 +108,21 @@ struct Sight {
         if (p.work.mask.given()) {
             return *mask_word(p, row, token) >> token % 32 & 1;
         }
-        const int32_t at = position(p, row);
-        return (!p.causal || token <= at) && (p.window_left < 0 || token >= at - p.window_left);
+        return (!p.causal || token <= position(p, row)) &&
+               (p.window_left < 0 || token >= first_seen(p, row));
     }
 
     // Of a row's query.
     template <typename Params>
     __device__ __forceinline__ int32_t position(const Params& p, int row) const {
         return diagonal + static_cast<int32_t>(p.group.quotient(first_row + row));
+    }
+
+    // The first key that a row's query sees, in a call with a window; of a row past the tile's, any.
+    template <typename Params>
+    __device__ __forceinline__ int32_t first_seen(const Params& p, int row) const {
+        const int32_t at = position(p, row);
+        return cukv::first_seen(p, min(first_q_row + at - diagonal, last_q_row), at);
     }
 
     // Whether causal or the window hides some of the tokens [token, end) from some row.

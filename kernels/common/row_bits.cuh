@@ -35,13 +35,14 @@ struct RowBits {
     __device__ __forceinline__ void limit(const Params& p, const Sight& sight, int32_t token) {
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
-            const int32_t at = sight.position(p, lane_row(i / 2, i % 2)) - token;
+            const int row = lane_row(i / 2, i % 2);
+            const int32_t at = sight.position(p, row) - token;
+            const int32_t from = p.window_left < 0 ? 0 : sight.first_seen(p, row) - token;
 #pragma unroll
             for (int word = 0; word < WORDS; ++word) {
-                const int32_t last = at - word * 32;  // seen, of the word
-                words[i][word] = p.causal ? low_bits(last + 1) : 0xffffffffu;
+                words[i][word] = p.causal ? low_bits(at - word * 32 + 1) : 0xffffffffu;
                 if (p.window_left >= 0) {
-                    words[i][word] &= ~low_bits(last - p.window_left);
+                    words[i][word] &= ~low_bits(from - word * 32);
                 }
             }
         }
