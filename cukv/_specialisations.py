@@ -156,7 +156,7 @@ class PrefillTile(NamedTuple):
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
         ring += self.tokens * 16
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        item = 2 * 48 + (24 + 24) * self.warps + 16
+        item = 2 * 48 + (32 + 24) * self.warps + 16
         return int(-(-(ring + queries + 2 * 8 + item) // 1024) * 1024)
 
     @property

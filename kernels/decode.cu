@@ -87,8 +87,8 @@ struct DecodeCta {
         }
     }
 
-    // Ends an item whose warps' states are in shared memory: finishes the tile if the item is all of
-    // it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
+    // Ends an item whose warps' states are in shared memory: finishes the tile if the item is all
+    // of it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
     static __device__ __forceinline__ void finish_item(
         const DecodeParams& p, Smem& smem, const Item& item, int kv_head, int first_warp) {
         if (item.first_slot < 0) {

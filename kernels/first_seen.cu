@@ -3,10 +3,10 @@
 //   first_seen[r] = position - window_left, counted from the level's first key of r's request
 //   position      = len[level] + len[level + 1] + ... + len[leaf] - qo_len + i
 //
-// for the i-th of the qo_len rows of r's leaf: positions count over the concatenation of all levels,
-// of which those above the level come off. What the level below has, if it is an upper one, holds the
-// rest of the sum. One thread per row. Bound by latency: two binary searches.
-// Any contents of the index arrays are safe: a row that is no request's has no keys there.
+// for the i-th of the qo_len rows of r's leaf: positions count over the concatenation of all
+// levels, of which those above the level come off. What the level below has, if it is an upper one,
+// holds the rest of the sum. One thread per row. Bound by latency: two binary searches. Any
+// contents of the index arrays are safe: a row that is no request's has no keys there.
 // Host: cukv/_cascade.py Windows.update       Reference: cukv/reference.py cascade
 #include "common/paged.cuh"
 

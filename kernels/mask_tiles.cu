@@ -1,13 +1,14 @@
-// mask_tiles -- classify the tiles of custom masks, list those that are not empty, store their bits.
+// mask_tiles -- classify the tiles of custom masks, list those that are not empty, store their
+// bits.
 //
 //   seen[i, j] = mask[i, j] and (window_left < 0 or j >= i + kv_len - qo_len - window_left)
 //
 // for query i and key j of a request; common/mask.cuh says what becomes of it. Elements outside a
 // mask, or past the end of its data, count as False and are not read. There may be two work lists,
-// with tiles of their own; half of the CTAs take each.
-// A CTA owns a tile of packed rows at a time: a warp classifies every WARPS-th step of its keys, four
-// lanes per query, then the first warp lists the steps.
-// Bound by HBM: the mask, once for each of the group's tiles that share its queries.
+// with tiles of their own; half of the CTAs take each. A CTA owns a tile of packed rows at a time:
+// a warp classifies every WARPS-th step of its keys, four lanes per query, then the first warp
+// lists the steps. Bound by HBM: the mask, once for each of the group's tiles that share its
+// queries.
 // Host: cukv/_plan.py Plan.update       Reference: cukv/reference.py visible
 #include "common/bits.cuh"
 #include "common/scan.cuh"

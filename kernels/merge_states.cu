@@ -6,9 +6,9 @@
 // A team of lanes of one warp per row and head, in vectors of 16 bytes of the wider dtype. A state
 // is live if its lse is above -inf; what the others' o holds never matters. The result may be
 // written over a state: a lane has read its vectors, a team its head's lse, before it writes them.
-// For a cascade, whose states are its levels, rows may go to other rows of the output, and a sink is
-// one more logit of a head, without a value.
-// Bound by HBM: every state read once, the result written once.
+// For a cascade, whose states are its levels, rows may go to other rows of the output, and a sink
+// is one more logit of a head, without a value. Bound by HBM: every state read once, the result
+// written once.
 // Host: cukv/merge.py merge_states, merge_state, merge_levels
 // Reference: cukv/reference.py merge_states
 #include "common/queries.cuh"

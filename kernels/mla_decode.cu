@@ -1,13 +1,13 @@
-// mla_decode -- attend from a few packed query rows to paged latent rows, item by item of a work list.
+// mla_decode -- attend from a few packed query rows to paged latent rows, item by item of a work
+// list.
 //
 //   s[r, j] = sm_scale * (q_nope[r] . ckv[j] + q_pe[r] . kpe[j]), for the keys j that row r sees
 //   o[r] = sum_j softmax(s[r])[j] * ckv[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
 //
-// The query heads of a block, times the query rows of a request, are the rows of a tile of 16. A CTA
-// owns one block and one part of the work list; its warps copy a step of TOKENS keys together, some
-// steps ahead. Of a step each warp scores 8 keys, and then, with the weights of all keys, adds up
-// its share of the features.
-// Bound by HBM: the latent rows, once.
+// The query heads of a block, times the query rows of a request, are the rows of a tile of 16. A
+// CTA owns one block and one part of the work list; its warps copy a step of TOKENS keys together,
+// some steps ahead. Of a step each warp scores 8 keys, and then, with the weights of all keys, adds
+// up its share of the features. Bound by HBM: the latent rows, once.
 // Host: cukv/mla.py MLAPagedCache.decode       Reference: cukv/reference.py mla_decode
 #include "common/kv_ring.cuh"
 #include "common/latent.cuh"

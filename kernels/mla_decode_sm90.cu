@@ -3,10 +3,10 @@
 //   s[r, j] = sm_scale * (q_nope[r] . ckv[j] + q_pe[r] . kpe[j]), for the keys j that row r sees
 //   o[r] = sum_j softmax(s[r])[j] * ckv[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
 //
-// The query heads of a block, times the query rows of a request, are the rows of a tile of 64. A CTA
-// owns one block and one part of the work list. Warpgroup g of two scores the steps 2 i + g of an
-// item, 64 keys each, and adds up columns [256 g, 256 (g + 1)) of all steps; four more warps load.
-// Of two steps, 0 and 1,
+// The query heads of a block, times the query rows of a request, are the rows of a tile of 64. A
+// CTA owns one block and one part of the work list. Warpgroup g of two scores the steps 2 i + g of
+// an item, 64 keys each, and adds up columns [256 g, 256 (g + 1)) of all steps; four more warps
+// load. Of two steps, 0 and 1,
 //
 //   warpgroup 0   scores 0 | weighs 0 -> | adds up left 0 |          -> adds up left 1
 //   warpgroup 1   scores 1 |          -> | adds up right 0, weighs 1 -> adds up right 1

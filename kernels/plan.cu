@@ -5,16 +5,15 @@
 //   part g begins where the sum of costs reaches g * share, moved to a whole round of steps
 //
 // So every part has an equal share, and a tile is cut only where a part begins inside it: item
-// (tile, part) is items[tile + part]. Where parts of as many whole tiles take no longer than parts of
-// an even share with its cuts, the share is that many tiles. With fixed_item_tokens a tile is cut at
-// multiples of it instead, whatever else is in the batch, and a part begins with the item that it
-// falls into.
-// A team of threads owns a request, a thread of it a run of the request's tiles. Every CTA sums the
-// costs of all requests before its own by itself, so that CTAs need not wait for each other. Bound by
-// latency.
-// There may be two lists, of kernels that serve requests of few rows and of many; half of the CTAs
-// make each. Under a custom mask a tile's keys are those that kernels/mask_tiles.cu has listed.
-// Any contents of the index arrays are safe: pages outside `indices`, rows outside q name nothing.
+// (tile, part) is items[tile + part]. Where parts of as many whole tiles take no longer than parts
+// of an even share with its cuts, the share is that many tiles. With fixed_item_tokens a tile is
+// cut at multiples of it instead, whatever else is in the batch, and a part begins with the item
+// that it falls into. A team of threads owns a request, a thread of it a run of the request's
+// tiles. Every CTA sums the costs of all requests before its own by itself, so that CTAs need not
+// wait for each other. Bound by latency. There may be two lists, of kernels that serve requests of
+// few rows and of many; half of the CTAs make each. Under a custom mask a tile's keys are those
+// that kernels/mask_tiles.cu has listed. Any contents of the index arrays are safe: pages outside
+// `indices`, rows outside q name nothing.
 // Host: cukv/_plan.py Plan.update       Reference: cukv/reference.py prefill
 #include "common/ptx.cuh"
 #include "common/scan.cuh"

@@ -67,8 +67,8 @@ struct PrefillCta {
         return item;
     }
 
-    // Finishes this warp's rows of an item if it is all of its tile, or else leaves their state in the
-    // item's slot.
+    // Finishes this warp's rows of an item if it is all of its tile, or else leaves their state in
+    // the item's slot.
     static __device__ __forceinline__ void finish_rows(
         const PrefillSm80Params& p, const Item& item, int kv_head, const Warp& warp) {
         const Item own = own_rows(item);

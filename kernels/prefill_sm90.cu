@@ -1,19 +1,20 @@
-// prefill_sm90 -- attend from tiles of 128 packed query rows to keys that a tensor map reads, on sm_90a.
+// prefill_sm90 -- attend from tiles of 128 packed query rows to keys that a tensor map reads, on
+// sm_90a.
 //
 //   s[r, j] = sm_scale * q[r] . k[j] (soft-capped), for the keys j of the item that row r sees
 //   o[r] = sum_j softmax(s[r])[j] * v[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
 //
-// The query heads of a KV head, times the query rows of a request, are the rows of a tile. A CTA has
-// two teams of a warpgroup and 64 rows each, and four warps that serve them:
+// The query heads of a KV head, times the query rows of a request, are the rows of a tile. A CTA
+// has two teams of a warpgroup and 64 rows each, and four warps that serve them:
 //
 //   warp 0  copies keys, a step of TOKENS at a time          warp 1    copies values
 //   warps 2, 3  bring a team's queries and take its results  warps 4-7, 8-11  teams 0, 1
 //
 // Teams never pause between items: the first scores of an item are computed together with the last
-// sums of the one before, whose results go out through the memory of its queries.
-// Under a custom mask a step is an entry of the tile (common/mask.cuh): its class comes with its keys,
-// and teams read its bits if it is mixed.
-// Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
+// sums of the one before, whose results go out through the memory of its queries. Under a custom
+// mask a step is an entry of the tile (common/mask.cuh): its class comes with its keys, and teams
+// read its bits if it is mixed. Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per
+// row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"

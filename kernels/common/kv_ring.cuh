@@ -104,7 +104,8 @@ struct StepWalk : StepPlace {
         return own - table.page_divisor.quotient(own) * table.page_divisor.divisor;
     }
 
-    // Past the item's end it looks up the request's first page, so that no branch holds up the load.
+    // Past the item's end it looks up the request's first page, so that no branch holds up the
+    // load.
     __device__ __forceinline__ void look_up() {
         const uint32_t page_idx = table.page_divisor.quotient(position());
         page = table.indices.entry(own_token() < end_token ? first_page + page_idx : first_page);
@@ -144,8 +145,8 @@ struct KvRing {
 
 // Starts bringing rows of the first TOKENS tokens of an item into the L2, by THREADS threads. For a
 // launch that still waits for others, so that item and page ids may be those of an earlier plan or
-// anything else: every index is checked, nothing but the L2 learns of them, and they are read past the
-// L1, which would keep them.
+// anything else: every index is checked, nothing but the L2 learns of them, and they are read past
+// the L1, which would keep them.
 template <int ROW_BYTES, int TOKENS, int THREADS>
 __device__ __forceinline__ void prefetch_rows(
     const PageTable& table, const Item& item, const Pages& cache, int kv_head, int num_bytes) {
@@ -170,9 +171,9 @@ __device__ __forceinline__ void prefetch_rows(
     }
 }
 
-// The same of the keys and values that a part begins with, as many as all rings hold: more hold up the
-// launch before (16 requests of 1024 tokens on an H200: 17.6 us, with twice as many 18.2). Params:
-// table, work, k_cache, v_cache, head_dim, head_dim_vo.
+// The same of the keys and values that a part begins with, as many as all rings hold: more hold up
+// the launch before (16 requests of 1024 tokens on an H200: 17.6 us, with twice as many 18.2).
+// Params: table, work, k_cache, v_cache, head_dim, head_dim_vo.
 template <typename Ring, typename Params>
 __device__ __forceinline__ void prefetch_first_keys(const Params& p, int part, int kv_head) {
     constexpr int TOKENS = Ring::WARPS / Ring::SHARERS * Ring::STAGES * Ring::TOKENS;

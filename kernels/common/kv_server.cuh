@@ -1,9 +1,9 @@
-// Warps that do nothing but have keys and values copied, by tensor maps, step by step ahead of those
-// who compute with them.
+// Warps that do nothing but have keys and values copied, by tensor maps, step by step ahead of
+// those who compute with them.
 //
-// Cta: TOKENS of a step, STAGES of the ring, PAGED, MASKED; Keys and Values, its tiles; Smem with rings
-// k and v and their barriers. Params: table, work, k_cache, k_map, k_head_spans, the same of v,
-// piece_bits.
+// Cta: TOKENS of a step, STAGES of the ring, PAGED, MASKED; Keys and Values, its tiles; Smem with
+// rings k and v and their barriers. Params: table, work, k_cache, k_map, k_head_spans, the same of
+// v, piece_bits.
 #pragma once
 #include "common/operand_tiles.cuh"
 #include "common/work.cuh"
@@ -105,7 +105,8 @@ struct ItemWriter {
     }
 };
 
-// Steps of an item are at multiples of TOKENS, the last one first. An item without keys has one too.
+// Steps of an item are at multiples of TOKENS, the last one first. An item without keys has one
+// too.
 template <int TOKENS>
 __device__ __forceinline__ int32_t first_step(const Item& item) {
     return item.first_token & -TOKENS;
@@ -116,8 +117,9 @@ __device__ __forceinline__ int32_t last_step(const Item& item) {
     return max(item.end_token - 1, item.first_token) & -TOKENS;
 }
 
-// A step of an item's keys: those from `position` on of the request. Under a mask a step is an entry of
-// the item's tile, and items begin with whole ones; `token` counts the keys that entries list.
+// A step of an item's keys: those from `position` on of the request. Under a mask a step is an
+// entry of the item's tile, and items begin with whole ones; `token` counts the keys that entries
+// list.
 template <int TOKENS, bool MASKED>
 struct Step {
     int32_t position;

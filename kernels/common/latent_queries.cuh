@@ -129,9 +129,9 @@ __device__ __forceinline__ void load_query_step(uint32_t (&a)[4], const char* qu
     }
 }
 
-// The left operands of a warp's 16 rows, K_STEPS steps of 16 columns: HELD of them stay in registers.
-// For the others there are none: those lie in shared memory as every lane of any warp wants them, a
-// step of a lane in 16 bytes.
+// The left operands of a warp's 16 rows, K_STEPS steps of 16 columns: HELD of them stay in
+// registers. For the others there are none: those lie in shared memory as every lane of any warp
+// wants them, a step of a lane in 16 bytes.
 template <typename KV, int K_STEPS, int HELD>
 struct HeldQueries {
     static constexpr int LEFT = K_STEPS - HELD;

@@ -1,9 +1,9 @@
 // Latent rows on Hopper: tiles in shared memory, and the warps that fill them.
 //
 // A tile is 64 keys, or the 64 rows of queries, in 9 blocks of 64 columns: ckv and then kpe. Two
-// tiles of keys lie side by side, for even and odd steps of an item. A side of a tile is half of its
-// ckv, which one warpgroup adds up; the block of kpe, once scored, makes room for the weights of its
-// step, which the other warpgroup reads, and so it goes with that one's side.
+// tiles of keys lie side by side, for even and odd steps of an item. A side of a tile is half of
+// its ckv, which one warpgroup adds up; the block of kpe, once scored, makes room for the weights
+// of its step, which the other warpgroup reads, and so it goes with that one's side.
 #pragma once
 #include "common/latent.cuh"
 #include "common/ptx_sm90.cuh"

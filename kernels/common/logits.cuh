@@ -10,9 +10,9 @@
 
 namespace cukv {
 
-// tanh with a relative error below 2^-18: what is capped at a large number must not lose more than the
-// logits do. Near 0, where an exponential would leave only an absolute error, by the first terms of
-// its series.
+// tanh with a relative error below 2^-18: what is capped at a large number must not lose more than
+// the logits do. Near 0, where an exponential would leave only an absolute error, by the first
+// terms of its series.
 __device__ __forceinline__ float tanh_of(float x) {
     const float xx = x * x;
     float series = fmaf(xx, 62.0f / 2835.0f, -17.0f / 315.0f);
@@ -34,7 +34,8 @@ struct Logits {
         scale = p.logits_soft_cap > 0.0f ? natural / p.logits_soft_cap : natural * LOG2_E;
     }
 
-    // Whether logits are scores times one positive number, for rows that nothing was divided out of.
+    // Whether logits are scores times one positive number, for rows that nothing was divided out
+    // of.
     __device__ __forceinline__ bool is_scale() const {
         return !(p.logits_soft_cap > 0.0f) && scale > 0.0f;
     }
@@ -62,8 +63,8 @@ struct Logits {
     }
 };
 
-// Which tokens the rows of an item's tile see, beyond the limits of the item, which hold for all. Under
-// a mask tokens are listed ones, and neither causal nor the window applies.
+// Which tokens the rows of an item's tile see, beyond the limits of the item, which hold for all.
+// Under a mask tokens are listed ones, and neither causal nor the window applies.
 struct Sight {
     int32_t first_row, diagonal;
     int32_t first_q_row, last_q_row;  // of q
@@ -118,7 +119,8 @@ struct Sight {
         return diagonal + static_cast<int32_t>(p.group.quotient(first_row + row));
     }
 
-    // The first key that a row's query sees, in a call with a window; of a row past the tile's, any.
+    // The first key that a row's query sees, in a call with a window; of a row past the tile's,
+    // any.
     template <typename Params>
     __device__ __forceinline__ int32_t first_seen(const Params& p, int row) const {
         const int32_t at = position(p, row);

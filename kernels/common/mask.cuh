@@ -5,13 +5,13 @@
 //          query sees every key) or MIXED
 //   entry  a step that is not empty: its number, and the classes of its halves
 //
-// A tile's entries lie together, in the order of its keys. The tile's *listed* keys are those of its
-// entries, one step after the other: items count among these, so that empty steps cost nothing. The
-// window is part of the mask; causal is not, because a mask replaces it.
+// A tile's entries lie together, in the order of its keys. The tile's *listed* keys are those of
+// its entries, one step after the other: items count among these, so that empty steps cost nothing.
+// The window is part of the mask; causal is not, because a mask replaces it.
 //
-// A step serves kernels that take 128 keys at a time and those that take less, down to 16. A tile of
-// R packed rows and groups of G heads has R / G queries, so its bits are short: 16 bytes per query
-// and step, whatever the mask looked like.
+// A step serves kernels that take 128 keys at a time and those that take less, down to 16. A tile
+// of R packed rows and groups of G heads has R / G queries, so its bits are short: 16 bytes per
+// query and step, whatever the mask looked like.
 #pragma once
 #include "common/types.cuh"
 

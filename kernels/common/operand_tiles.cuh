@@ -1,8 +1,8 @@
 // Tiles of rows in shared memory as a warpgroup's products read them.
 //
-// Rows are swizzled as common/swizzle.cuh says, 64 columns (128 bytes) at a time. Where 8 rows of all
-// columns lie together, that is its layout; a tile that one copy brings has all rows of 64 columns
-// together instead.
+// Rows are swizzled as common/swizzle.cuh says, 64 columns (128 bytes) at a time. Where 8 rows of
+// all columns lie together, that is its layout; a tile that one copy brings has all rows of 64
+// columns together instead.
 #pragma once
 #include "common/ptx_sm90.cuh"
 #include "common/swizzle.cuh"
@@ -25,20 +25,22 @@ struct OperandTile {
                (((chunk ^ row) & 7) << 4);
     }
 
-    // The tile's descriptor. Addresses in it are in units of 16 bytes; a cluster's shared memory has
-    // longer addresses than the field.
+    // The tile's descriptor. Addresses in it are in units of 16 bytes; a cluster's shared memory
+    // has longer addresses than the field.
     static __device__ __forceinline__ uint64_t descriptor(uint32_t tile) {
         constexpr uint64_t SWIZZLE_128 = uint64_t{1} << 62;
         return SWIZZLE_128 | uint64_t{GROUP_BYTES >> 4} << 32 | uint64_t{SPAN_BYTES >> 4} << 16 |
                (tile & 0x3ffffu) >> 4;
     }
 
-    // From a descriptor to that of columns [16 * k_step, 16 * (k_step + 1)), over which a product sums.
+    // From a descriptor to that of columns [16 * k_step, 16 * (k_step + 1)), over which a product
+    // sums.
     static constexpr __device__ __forceinline__ int columns(int k_step) {
         return (k_step / 4 * SPAN_BYTES + k_step % 4 * 32) >> 4;
     }
 
-    // From a descriptor to that of rows [16 * k_step, 16 * (k_step + 1)), over which a product sums.
+    // From a descriptor to that of rows [16 * k_step, 16 * (k_step + 1)), over which a product
+    // sums.
     static constexpr __device__ __forceinline__ int rows(int k_step) {
         return k_step * 2 * GROUP_BYTES >> 4;
     }

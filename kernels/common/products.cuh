@@ -1,7 +1,7 @@
 // The two products of attention, by one warp on tensor cores: scores = q k^T and sums += weights v.
 //
-// A warp's rows are M_TILES tiles of 16. An accumulator is float[M_TILES][TILES][4]; lane l holds, with
-// g = l / 4 and t = l % 4,
+// A warp's rows are M_TILES tiles of 16. An accumulator is float[M_TILES][TILES][4]; lane l holds,
+// with g = l / 4 and t = l % 4,
 //
 //   [m][tile][2 * h + e] = row 16 m + 8 h + g, column 8 * tile + 2 t + e
 //
@@ -19,8 +19,8 @@ __device__ __forceinline__ int lane_row(int m_tile, int half_idx) {
     return m_tile * 16 + half_idx * 8 + threadIdx.x % WARP_SIZE / 4;
 }
 
-// Calls visit(score, m_tile, half_idx, row, token) for each of this lane's scores; `token` counts from
-// the first of the step.
+// Calls visit(score, m_tile, half_idx, row, token) for each of this lane's scores; `token` counts
+// from the first of the step.
 template <int M_TILES, int TILES, typename Visit>
 __device__ __forceinline__ void each_score(float (&s)[M_TILES][TILES][4], Visit visit) {
 #pragma unroll
@@ -121,8 +121,8 @@ __device__ __forceinline__ void multiply_values(
     using Values = ValueOperands<KV>;
     static_assert(TILES * 8 % Values::TOKENS == 0, "values are loaded whole ldmatrix at a time");
     const uint32_t address = Values::template address<ROW_BYTES>(values);
-    // Values come one ldmatrix ahead; weights are packed where they are needed, so that the compiler
-    // computes the exponentials of some while others are multiplied.
+    // Values come one ldmatrix ahead; weights are packed where they are needed, so that the
+    // compiler computes the exponentials of some while others are multiplied.
     uint32_t a[Values::TOKENS / 16][M_TILES][4];
     constexpr int PAIRS = FEAT_TILES / 2, NUM = TILES * 8 / Values::TOKENS * PAIRS;
     Values b[2];

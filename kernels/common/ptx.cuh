@@ -32,17 +32,17 @@ constexpr bool SHORT_OF_REGISTERS = true;
 constexpr bool SHORT_OF_REGISTERS = false;
 #endif
 
-// Waits until all launches before this one have ended and what they wrote can be read. A kernel that
-// the host launches early comes here before it writes anything, and before it relies on anything it
-// reads but its parameters.
+// Waits until all launches before this one have ended and what they wrote can be read. A kernel
+// that the host launches early comes here before it writes anything, and before it relies on
+// anything it reads but its parameters.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next launch be placed, if it is an early one, once a thread of every CTA has come here or
-// the CTA has ended. What it waits for is still the end of this launch.
+// Lets the next launch be placed, if it is an early one, once a thread of every CTA has come here
+// or the CTA has ended. What it waits for is still the end of this launch.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -92,7 +92,8 @@ __device__ __forceinline__ void st_release(int32_t* to, int32_t x) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-// Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need it.
+// Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need
+// it.
 __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     uint4 x;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -102,8 +103,8 @@ __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     return x;
 }
 
-// Starts bringing the line of an address into the L2. It is a hint: what is read later is what is in
-// memory then, whoever writes it meanwhile.
+// Starts bringing the line of an address into the L2. It is a hint: what is read later is what is
+// in memory then, whoever writes it meanwhile.
 __device__ __forceinline__ void prefetch_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
@@ -163,8 +164,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t sme
                  : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which lane l has elements 2 * (l % 4) and + 1 of row l / 4,
-// transposed: it gets them of column l / 4.
+// An 8 x 8 matrix of 16-bit elements, of which lane l has elements 2 * (l % 4) and + 1 of row l /
+// 4, transposed: it gets them of column l / 4.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
     uint32_t y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

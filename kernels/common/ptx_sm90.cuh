@@ -67,7 +67,8 @@ __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Starts copying the box at the given coordinates to shared memory, zeros where it leaves the array.
+// Starts copying the box at the given coordinates to shared memory, zeros where it leaves the
+// array.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(
     uint32_t to_smem, const TensorMap& map, uint64_t& barrier, int32_t x0, int32_t x1, int32_t x2) {
     asm volatile(
@@ -157,8 +158,8 @@ __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Four 8 x 8 matrices of 16-bit elements from where ldmatrix_x4 would put them, a row of 16 bytes to
-// each lane's address.
+// Four 8 x 8 matrices of 16-bit elements from where ldmatrix_x4 would put them, a row of 16 bytes
+// to each lane's address.
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
                  "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])

@@ -31,9 +31,9 @@ __device__ __forceinline__ void hold(float (&d)[TILES][4]) {
     }
 }
 
-// d = (adds ? d : 0) + a b with d [64, 8 * TILES] float32, of whose rows warp w of the warpgroup has 16 w
-// to 16 w + 15, in its lanes as mma_m16n8k16 has c. a [64, 16] and b [16, 8 * TILES] lie in tiles in
-// shared memory, both with rows along the product's sum.
+// d = (adds ? d : 0) + a b with d [64, 8 * TILES] float32, of whose rows warp w of the warpgroup
+// has 16 w to 16 w + 15, in its lanes as mma_m16n8k16 has c. a [64, 16] and b [16, 8 * TILES] lie
+// in tiles in shared memory, both with rows along the product's sum.
 template <typename DType>
 __device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t b, int32_t adds) {
     if constexpr (is_same<DType, half>) {
@@ -185,8 +185,8 @@ __device__ __forceinline__ void pin_registers(float (&d)[N]) {
     }
 }
 
-// An operand of products in shared memory, in rows of 128 bytes with swizzled chunks, which begin at
-// a multiple of 1024 bytes. `lead` and `stride` are bytes: for rows along k (16 columns are 32
+// An operand of products in shared memory, in rows of 128 bytes with swizzled chunks, which begin
+// at a multiple of 1024 bytes. `lead` and `stride` are bytes: for rows along k (16 columns are 32
 // bytes), stride from 8 rows to the next; for columns along k (16 rows are two strides), also lead
 // from 64 columns to the next.
 __device__ __forceinline__ uint64_t

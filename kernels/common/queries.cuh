@@ -1,7 +1,7 @@
 // Query rows in, results out: elements of a dtype that is known at run time only.
 //
-// Row r of an item's tile is packed row first_row + r of the request: all query heads of the KV head
-// for the request's first query, then all for the next.
+// Row r of an item's tile is packed row first_row + r of the request: all query heads of the KV
+// head for the request's first query, then all for the next.
 #pragma once
 #include "common/operands.cuh"
 #include "common/softmax.cuh"
@@ -168,9 +168,9 @@ struct QueryLoader {
         }
     }
 
-    // Divides a row by the power of two of its largest element: bfloat16 reaches beyond half, and so
-    // nothing overflows. A power of two is exact, here and where scores are multiplied by it again;
-    // what half rounds away is below 2^-24 of the largest.
+    // Divides a row by the power of two of its largest element: bfloat16 reaches beyond half, and
+    // so nothing overflows. A power of two is exact, here and where scores are multiplied by it
+    // again; what half rounds away is below 2^-24 of the largest.
     static __device__ __forceinline__ void divide_by_largest(float (&x)[8], float& factor) {
         float largest = 0.0f;
 #pragma unroll

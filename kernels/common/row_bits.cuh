@@ -1,4 +1,5 @@
-// Which keys the rows of a warp see, as bits: for kernels that score many keys of many rows at a time.
+// Which keys the rows of a warp see, as bits: for kernels that score many keys of many rows at a
+// time.
 //
 // A word is 32 keys of a row. A lane holds the words of its rows; scores lie as common/products.cuh
 // says, so that of a word it wants bits 8 * tile + 2 t and the next of each tile of 8.

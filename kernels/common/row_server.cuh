@@ -1,9 +1,9 @@
 // Warps that bring a team its queries and take its results, item by item ahead of the team.
 //
-// Queries of an item lie in one of Cta::SLOTS places, and so do its results when the team has computed
-// them. Cta: Queries and Results, their tiles; TEAM_ROWS; Order, which tells the team what to do; Smem
-// with q, orders and their barriers. Params: q, q_rows, q_map and q_mapped, whether it may be used; the
-// same of o; group, sm_scale, q_scale, k_scale, head_dim_vo.
+// Queries of an item lie in one of Cta::SLOTS places, and so do its results when the team has
+// computed them. Cta: Queries and Results, their tiles; TEAM_ROWS; Order, which tells the team what
+// to do; Smem with q, orders and their barriers. Params: q, q_rows, q_map and q_mapped, whether it
+// may be used; the same of o; group, sm_scale, q_scale, k_scale, head_dim_vo.
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/queries.cuh"
@@ -19,8 +19,9 @@ struct RowServer {
     typename Cta::Smem& smem;
     int team;
 
-    // Calls visit(address in the tile, bytes from the array's start, row, first column) for this lane's
-    // 16-byte chunks of a tile. Lanes find 32 rows at a time; what is behind the item's is its last.
+    // Calls visit(address in the tile, bytes from the array's start, row, first column) for this
+    // lane's 16-byte chunks of a tile. Lanes find 32 rows at a time; what is behind the item's is
+    // its last.
     template <typename Tile, int UNROLL, typename Visit>
     __device__ __forceinline__ void each_chunk(
         char* tile, const QueryRows& rows, const Order& order, Visit visit) const {
@@ -117,7 +118,8 @@ struct RowServer {
     }
 
     __device__ __forceinline__ void serve() const {
-        // No division: its subroutine is the teams' too, and takes registers that this warp gave away.
+        // No division: its subroutine is the teams' too, and takes registers that this warp gave
+        // away.
         const bool negate = p.sm_scale * p.q_scale.get() * p.k_scale.get() < 0.0f;
         const int lane_idx = threadIdx.x % WARP_SIZE;
         ItemReader<Cta> items(smem);

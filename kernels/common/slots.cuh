@@ -1,7 +1,7 @@
 // States of a tile of several items, in global memory until the last item's CTA merges them.
 //
-// A slot is the state of one item and KV head: [rows, 2] maximum and denominator, and
-// [rows, head_dim] sums. A tile's slots are merged in the order of its keys, so that a result does not
+// A slot is the state of one item and KV head: [rows, 2] maximum and denominator, and [rows,
+// head_dim] sums. A tile's slots are merged in the order of its keys, so that a result does not
 // depend on which CTA comes last.
 #pragma once
 #include "common/softmax.cuh"
@@ -46,8 +46,8 @@ struct Slots {
         return last;
     }
 
-    // Calls visit(state, row, feat) for vectors of four sums of the tile's rows, each merged over all
-    // items by two lanes, and visited by the first of them.
+    // Calls visit(state, row, feat) for vectors of four sums of the tile's rows, each merged over
+    // all items by two lanes, and visited by the first of them.
     template <int THREADS, typename Visit>
     __device__ __forceinline__ void each_vector(int head_dim, Visit visit) const {
         constexpr int VECS = HEAD_DIM / 4;

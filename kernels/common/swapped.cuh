@@ -1,14 +1,15 @@
-// The two products of attention with operands swapped, by one warp on tensor cores: scores^T = k q^T
-// and sums^T += v^T weights^T.
+// The two products of attention with operands swapped, by one warp on tensor cores: scores^T = k
+// q^T and sums^T += v^T weights^T.
 //
 // Keys, and features of values, are the 16 rows of a tensor core's product and query rows are its 8
-// columns: so 8 query rows fill it, and no operand is zeros. Lane l holds, with g = l / 4 and t = l % 4,
+// columns: so 8 query rows fill it, and no operand is zeros. Lane l holds, with g = l / 4 and t = l
+// % 4,
 //
 //   scores [n][i][2 * h + e] = key 16 i + 8 h + g  of row 8 n + 2 t + e
 //   sums   [n][i][2 * h + e] = feature 16 i + 8 h + g  (fp8: 16 i + 2 g + h)  of row 8 n + 2 t + e
 //
-// Operands are those of common/operands.cuh, two tiles of 8 at a time. Of fp8 values these are the even
-// columns of 16 and the odd ones, hence the order of sums.
+// Operands are those of common/operands.cuh, two tiles of 8 at a time. Of fp8 values these are the
+// even columns of 16 and the odd ones, hence the order of sums.
 #pragma once
 #include "common/operands.cuh"
 #include "common/queries.cuh"
@@ -133,8 +134,8 @@ __device__ __forceinline__ void multiply_keys(
     }
 }
 
-// Weights of TOKENS keys as the product takes them: of row 8 n + g, with t = l % 4, keys 16 i + 2 t and
-// the next, and those 8 further on.
+// Weights of TOKENS keys as the product takes them: of row 8 n + g, with t = l % 4, keys 16 i + 2 t
+// and the next, and those 8 further on.
 template <int ROWS, int TOKENS>
 struct SwappedWeights {
     uint2 pairs[TOKENS / 16][ROWS / 8];

@@ -1,8 +1,8 @@
 // The online softmax of a warp over its own keys, between products with operands swapped.
 //
-// Maximum and denominator of a row are in its eight lanes: the maximum the same in all, the denominator
-// of each lane's own keys only, because adding them up can wait until the state is stored. Most steps
-// raise no maximum, and then lanes need not exchange theirs.
+// Maximum and denominator of a row are in its eight lanes: the maximum the same in all, the
+// denominator of each lane's own keys only, because adding them up can wait until the state is
+// stored. Most steps raise no maximum, and then lanes need not exchange theirs.
 #pragma once
 #include "common/softmax.cuh"
 #include "common/swapped.cuh"

@@ -18,8 +18,9 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
            (((chunk ^ row) & 7) << 4);
 }
 
-// From the address of a chunk of a row to that of `chunks` further along the row. Any bit of `chunks`
-// must be 0 in the chunk's own number: then the xor is with a constant, where the two are added up.
+// From the address of a chunk of a row to that of `chunks` further along the row. Any bit of
+// `chunks` must be 0 in the chunk's own number: then the xor is with a constant, where the two are
+// added up.
 __device__ __forceinline__ uint32_t chunks_on(uint32_t address, int chunks) {
     return (address ^ (chunks & 7) << 4) + (chunks >> 3) * 1024;
 }
@@ -39,8 +40,8 @@ __device__ __forceinline__ void zero_buffers(char (&buffers)[STAGES][BYTES]) {
     __syncwarp();  // every lane's copies come after
 }
 
-// Starts copying row r of TOKENS, which begins at rows[r], to row r of a buffer, by a warp. A row whose
-// bit of `keys` is 0 becomes zeros and is not read; ALL says that no bit is 0.
+// Starts copying row r of TOKENS, which begins at rows[r], to row r of a buffer, by a warp. A row
+// whose bit of `keys` is 0 becomes zeros and is not read; ALL says that no bit is 0.
 template <int ROW_BYTES, bool ALL, int TOKENS>
 __device__ __forceinline__ void copy_rows(
     char* buffer, const char* const (&rows)[TOKENS], int num_bytes, uint32_t keys) {
@@ -51,8 +52,8 @@ __device__ __forceinline__ void copy_rows(
     const int lane_idx = threadIdx.x % WARP_SIZE;
     const int first = lane_idx / LANES, chunk = lane_idx % LANES;
     const uint32_t to = smem_address(buffer) + swizzled<ROW_BYTES>(first, chunk);
-    // Look-ups apart from copies, each of which would have to wait for the look-up before it: they go
-    // to shared memory both.
+    // Look-ups apart from copies, each of which would have to wait for the look-up before it: they
+    // go to shared memory both.
     constexpr int NUM = TOKENS / ROWS_AT_ONCE, BATCH = NUM < 8 ? NUM : 8;
 #pragma unroll
     for (int base = 0; base < TOKENS; base += BATCH * ROWS_AT_ONCE) {

@@ -1,10 +1,10 @@
 // A team: a warpgroup that computes 64 rows of one item after the other.
 //
-// Its queries and keys come by others (common/row_server.cuh, common/kv_server.cuh). It never pauses
-// between items: the first scores of an item are computed together with the last sums of the one
-// before, whose results go out through the memory of its queries.
-// Cta: Queries, Results, Keys and Values, its tiles; TOKENS of a step, SLOTS, PAGED, MASKED; State,
-// Order, Smem. Params: those of common/attention.cuh, and piece_bits.
+// Its queries and keys come by others (common/row_server.cuh, common/kv_server.cuh). It never
+// pauses between items: the first scores of an item are computed together with the last sums of the
+// one before, whose results go out through the memory of its queries. Cta: Queries, Results, Keys
+// and Values, its tiles; TOKENS of a step, SLOTS, PAGED, MASKED; State, Order, Smem. Params: those
+// of common/attention.cuh, and piece_bits.
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/logits.cuh"
@@ -48,7 +48,8 @@ struct Team {
           warp_idx(warp_idx),
           lane_idx(threadIdx.x % WARP_SIZE),
           row(team * Cta::TEAM_ROWS + warp_idx % 4 * 16 + lane_idx / 4) {
-        // So small a scale stands for 0: it makes no finite score count, but hidden ones stay hidden.
+        // So small a scale stands for 0: it makes no finite score count, but hidden ones stay
+        // hidden.
         score_scale = fmaxf(fabsf(Logits<Params>(p).scale), 1e-30f);
         scale = SOFT_CAP ? p.logits_soft_cap * LOG2_E : score_scale;
     }
@@ -153,8 +154,8 @@ struct Team {
             }
             weigh<MASKED>();
         }
-        // The compiler moves the wait up to the maximum, unless what comes before it needs the weights
-        // and touches memory.
+        // The compiler moves the wait up to the maximum, unless what comes before it needs the
+        // weights and touches memory.
         st_shared_if(
             lane_idx == 0, smem.unread[warp_idx - 4], state.step_sum[0] + state.step_sum[1]);
         wgmma_wait_group<0>();

@@ -1,7 +1,7 @@
 // Which keys of a step the rows of a team see: by causal and the window, or by the bits of a mask.
 //
-// A lane has two rows of the tile, `row` and that 8 below it; scores lie as common/products.cuh says.
-// Cta: TOKENS, TEAM_ROWS, own_rows and Smem, as common/team.cuh has them.
+// A lane has two rows of the tile, `row` and that 8 below it; scores lie as common/products.cuh
+// says. Cta: TOKENS, TEAM_ROWS, own_rows and Smem, as common/team.cuh has them.
 #pragma once
 #include "common/logits.cuh"
 

@@ -1,7 +1,7 @@
 // Slots (common/slots.cuh) of tiles whose rows are shared out to teams of a warpgroup each.
 //
-// A team merges its own rows, with a half of the tile's ticket of its own. Its sums lie in a slot as
-// its threads hold them, vector by vector.
+// A team merges its own rows, with a half of the tile's ticket of its own. Its sums lie in a slot
+// as its threads hold them, vector by vector.
 #pragma once
 #include "common/ptx_sm90.cuh"
 #include "common/slots.cuh"

@@ -29,8 +29,8 @@ struct WarpState {
         return sum;
     }
 
-    // Calls visit(sums, feat) for vectors of four neighbouring sums of a row that cover it once over
-    // its four lanes.
+    // Calls visit(sums, feat) for vectors of four neighbouring sums of a row that cover it once
+    // over its four lanes.
     template <typename KV, typename Visit>
     __device__ __forceinline__ void each_vector(int m_tile, int half_idx, Visit visit) const {
 #pragma unroll

@@ -1,8 +1,8 @@
 // The online softmax of a warpgroup's 64 rows while its products go on.
 //
-// A lane holds rows g and g + 8 of its warp's 16, as common/products.cuh says. Scores of a step wait
-// in `s`, become weights there, and are packed as the left operand of the second product, which
-// runs together with the next step's first product. So sums are a step behind.
+// A lane holds rows g and g + 8 of its warp's 16, as common/products.cuh says. Scores of a step
+// wait in `s`, become weights there, and are packed as the left operand of the second product,
+// which runs together with the next step's first product. So sums are a step behind.
 #pragma once
 #include "common/products.cuh"
 #include "common/ptx_wgmma.cuh"
@@ -81,8 +81,8 @@ struct WarpgroupState {
         }
     }
 
-    // The same relative to the maximum of the steps before, so that exponentials need not wait for this
-    // step's, which is only needed by catch_up. All rows see all keys.
+    // The same relative to the maximum of the steps before, so that exponentials need not wait for
+    // this step's, which is only needed by catch_up. All rows see all keys.
     __device__ __forceinline__ void weigh_by_old_maximum(float scale) {
         const float base[2] = {rows.m[0] * scale, rows.m[1] * scale};
         step_maximum();

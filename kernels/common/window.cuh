@@ -1,8 +1,8 @@
 // Windows: the first key of its request that a query sees.
 //
-// Usually it is window_left keys before the query's position. In the upper levels of a cascade, whose
-// keys many requests share, queries of a tile stand at positions of their own: there it is read.
-// Params: window_left, and first_seen, which is indexed by rows of q, or null.
+// Usually it is window_left keys before the query's position. In the upper levels of a cascade,
+// whose keys many requests share, queries of a tile stand at positions of their own: there it is
+// read. Params: window_left, and first_seen, which is indexed by rows of q, or null.
 #pragma once
 #include "common/types.cuh"
 
