@@ -36,15 +36,22 @@ struct RowBits {
     __device__ __forceinline__ void limit(const Params& p, const Sight& sight, int32_t token) {
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
-            const int row = lane_row(i / 2, i % 2);
-            const int32_t at = sight.position(p, row) - token;
-            const int32_t from = p.window_left < 0 ? 0 : sight.first_seen(p, row) - token;
+            const int32_t at = sight.position(p, lane_row(i / 2, i % 2)) - token;
 #pragma unroll
             for (int word = 0; word < WORDS; ++word) {
                 words[i][word] = p.causal ? low_bits(at - word * 32 + 1) : 0xffffffffu;
-                if (p.window_left >= 0) {
-                    words[i][word] &= ~low_bits(from - word * 32);
-                }
+            }
+        }
+        if (p.window_left < 0) {
+            return;
+        }
+        // A loop of its own: there are no registers for both limits of a row at once.
+#pragma unroll
+        for (int i = 0; i < M_TILES * 2; ++i) {
+            const int32_t from = sight.first_seen(p, lane_row(i / 2, i % 2)) - token;
+#pragma unroll
+            for (int word = 0; word < WORDS; ++word) {
+                words[i][word] &= ~low_bits(from - word * 32);
             }
         }
     }
