@@ -15,6 +15,8 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
+from cukv._recording import set_bytes_to_zero
+
 Array = Any  # cupy.ndarray or numpy.ndarray; CuPy has no usable static types
 
 FLOAT16 = np.dtype(np.float16)
@@ -128,7 +130,7 @@ def set_to_zero(array: Array) -> None:
     """Set a contiguous GPU array to zero bytes, without a kernel, on the current stream."""
     if array.size:
         with array.device:
-            array.data.memset_async(0, array.nbytes)
+            set_bytes_to_zero(array.data.ptr, array.nbytes)
 
 
 _kept_for_replays: list[Array] = []

@@ -35,6 +35,7 @@ from cupy_backends.cuda.api.runtime import getDevice
 from cupy_backends.cuda.libs import nvrtc
 
 from cukv._arrays import CudaUnavailableError, as_dtype, is_available
+from cukv._recording import recorder
 from cukv._specialisations import SPELLING, runs_on, specialisations
 
 if TYPE_CHECKING:
@@ -448,7 +449,20 @@ class Kernel:
             return
         memory, address = self._staging.memory_and_address
         pack_into(memory, 0, *per_call, fixed)
+        if recorder.work is not None:
+            params = memory.raw[: self._layout.size]
+            recorder.work.append(functools.partial(self._repeat, grid, cta, smem_bytes, params))
+            return
         stream = get_current_stream().ptr
+        if self._early:
+            launch_early(self._function, grid, cta, smem_bytes, stream)
+        else:
+            launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
+
+    def _repeat(self, grid: int, cta: int, smem_bytes: int, params: bytes, stream: int) -> None:
+        """Make a launch that was recorded; its device is the current one."""
+        memory, address = self._staging.memory_and_address
+        memory[: len(params)] = params
         if self._early:
             launch_early(self._function, grid, cta, smem_bytes, stream)
         else:

@@ -9,6 +9,7 @@ nothing of the kernel that works a list off but how it cuts its work (``Cut``).
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,9 +18,12 @@ from cupy_backends.cuda.api.runtime import getDevice
 
 from cukv._index import pack_divisor, pack_index
 from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer, struct_layout
+from cukv._recording import set_bytes_to_zero
 from cukv.masks import PackedMask, given_indptr
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cukv._arrays import Array
     from cukv.masks import Mask
     from cukv.page_table import PageTable
@@ -72,6 +76,11 @@ class Plan:
         if self.work is not None:
             self.work.update()
 
+    def _clear(self) -> None:
+        """Make scratch ready that is not where the lists were filled."""
+        if self.work is not None:
+            self.work.clear()
+
     def _require(self, op: str, key: tuple[tuple[str, Any], ...]) -> None:
         """Raise unless a call is the one that this plan serves."""
         if self.key is key or self.key == key:
@@ -114,7 +123,10 @@ class Batch(NamedTuple):
 class _ListSizes:
     """Sizes of the work list of one kernel. No contents of the index arrays exceed them."""
 
-    __slots__ = ("_mask", "_offsets", "_tail", "_work", "max_tiles", "num_bytes")
+    __slots__ = (
+        "_list_offsets", "_mask", "_scratch_offsets", "_tail", "_work", "list_bytes", "max_tiles",
+        "scratch_bytes", "ticket_bytes",
+    )  # fmt: skip
 
     def __init__(self, cut: Cut, batch: Batch, batch_invariant: bool) -> None:
         batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements = batch
@@ -146,20 +158,20 @@ class _ListSizes:
             if cut.rows % group_size:
                 tile_queries = (cut.rows - 2) // group_size + 2
         states = max_slots * num_kv_heads * cut.rows * 4
-        sections = (
+        # What calls read, and what they write: tickets first, which must be zero.
+        self._list_offsets, self.list_bytes = _lay_out(
             max_items * _ITEM_BYTES,
             cut.num_parts * _ITEM_BYTES,
             cut.num_parts * 4,
             cut.num_parts * 4,
-            (max_slots + 2) * num_kv_heads * 4,
-            states * 2,
-            states * cut.head_dim_vo,
             max_entries * 4,
             max_entries * tile_queries * _MASK_STEP // 8,
             mask_tiles * 8,
         )
-        rounded = [-(-size // _SECTION) * _SECTION for size in sections]
-        *self._offsets, self.num_bytes = itertools.accumulate(rounded, initial=0)
+        self.ticket_bytes = (max_slots + 2) * num_kv_heads * 4
+        self._scratch_offsets, self.scratch_bytes = _lay_out(
+            self.ticket_bytes, states * 2, states * cut.head_dim_vo
+        )
         self._work = (max_items, max_slots, cut.num_parts, num_kv_heads)
         row_bits = cut.rows.bit_length() - 1
         self._mask = (max_entries, mask_tiles, tile_queries, row_bits) if mask_tiles else None
@@ -183,14 +195,32 @@ class _ListSizes:
             most,
         )
 
-    def pack(self, base: int) -> tuple[bytes, bytes]:
-        """Pack a list at an address, as WorkList and as TileList of kernels/common."""
-        *work, entries, words, tiles = (base + offset for offset in self._offsets)
+    def pack(self, base: int, scratch: int) -> tuple[bytes, bytes]:
+        """Pack a list at two addresses, as WorkList and as TileList of kernels/common."""
+        *items, entries, words, tiles = (base + offset for offset in self._list_offsets)
         mask = _NO_MASK
         if self._mask is not None:
             mask = _pack_mask_tiles(entries, words, tiles, *self._mask)
-        packed = _pack_work_list(*work, *self._work, mask)
+        written = (scratch + offset for offset in self._scratch_offsets)
+        packed = _pack_work_list(*items, *written, *self._work, mask)
         return packed, _pack_tile_list(packed, *self._tail)
+
+
+def _lay_out(*sections: int) -> tuple[list[int], int]:
+    """Give the offsets of sections of so many bytes, and the bytes of all."""
+    rounded = [-(-size // _SECTION) * _SECTION for size in sections]
+    *offsets, num_bytes = itertools.accumulate(rounded, initial=0)
+    return offsets, num_bytes
+
+
+class _Placement(threading.local):
+    """Where this thread's plans lie; None: in memory of CuPy's allocator."""
+
+    # Gives the addresses of so many bytes of lists and of scratch.
+    place: Callable[[int, int], tuple[int, int]] | None = None
+
+
+placement = _Placement()
 
 
 class WorkSizes:
@@ -263,13 +293,21 @@ class WorkSizes:
 
         ``kind`` is what their maker wants to know them by; ``first_seen`` is ``PagedCall``'s.
         """
-        memory = _alloc(sum(sizes.num_bytes for sizes in self._lists), table.device)
-        base, packed = memory.ptr, []
+        list_bytes = sum(sizes.list_bytes for sizes in self._lists)
+        scratch_bytes = sum(sizes.scratch_bytes for sizes in self._lists)
+        memory = None
+        if placement.place is not None:
+            base, scratch = placement.place(list_bytes, scratch_bytes)
+        else:
+            memory = _alloc(list_bytes + scratch_bytes, table.device)
+            base, scratch = memory.ptr, memory.ptr + list_bytes
+        packed, tickets = [], []
         for sizes in self._lists:
-            packed.append(sizes.pack(base))
-            base += sizes.num_bytes
+            packed.append(sizes.pack(base, scratch))
+            tickets.append((scratch, sizes.ticket_bytes))
+            base, scratch = base + sizes.list_bytes, scratch + sizes.scratch_bytes
         fills = (self._fill, self._fill_mask)
-        lists = WorkLists(fills, table, qo_indptr, mask, first_seen, memory, packed, kind)
+        lists = WorkLists(fills, table, qo_indptr, mask, first_seen, memory, packed, tickets, kind)
         lists.update()
         return lists
 
@@ -278,8 +316,8 @@ class WorkLists:
     """The work lists of a plan in device memory, and the arrays that they follow."""
 
     __slots__ = (
-        "_fill", "_fill_mask", "_first_seen", "_indptr", "_lists", "_memory", "_source", "kind",
-        "mask", "packed", "qo_indptr", "table",
+        "_fill", "_fill_mask", "_first_seen", "_indptr", "_lists", "_memory", "_source", "_tickets",
+        "kind", "mask", "packed", "qo_indptr", "table",
     )  # fmt: skip
 
     def __init__(
@@ -289,11 +327,13 @@ class WorkLists:
         qo_indptr: Array | None,
         mask: Mask | None,
         first_seen: Array | None,
-        memory: cp.cuda.MemoryPointer,
+        memory: cp.cuda.MemoryPointer | None,
         packed: list[tuple[bytes, bytes]],
+        tickets: list[tuple[int, int]],
         kind: Any,
     ) -> None:
         self._fill, self._fill_mask = fills
+        self._tickets = tickets
         self.table, self.qo_indptr, self._memory = table, qo_indptr, memory
         self._indptr = pack_index(qo_indptr)
         self._first_seen = first_seen
@@ -309,6 +349,11 @@ class WorkLists:
             self._fill_mask(self.table.packed, self._indptr, *self._lists, self._source)
         first_seen = 0 if self._first_seen is None else self._first_seen.data.ptr
         self._fill(self.table.packed, self._indptr, *self._lists, first_seen)
+
+    def clear(self) -> None:
+        """Make scratch that ``update`` has not seen ready for a call; calls leave it so."""
+        for pointer, num_bytes in self._tickets:
+            set_bytes_to_zero(pointer, num_bytes)
 
 
 def _pack_mask(mask: Mask) -> bytes:

@@ -2,15 +2,24 @@
 
 Nouns are pytrees: their arrays are leaves, layouts and sizes are static. ``noun`` makes one over
 JAX arrays or tracers, and ``jax.tree.map(jax.numpy.asarray, a_noun_of_NumPy_arrays)`` turns one
-into the other. Such a noun is a bundle of arrays for the functions here, which take the data first
-and say what is wrong when they run; it has no methods of its own.
+into the other. Such a noun is a bundle of arrays for the functions here, which take the data first;
+it has no methods of its own.
 
-On JAX for the CPU every function runs its NumPy definition through ``jax.pure_callback``, so that a
-model can be tested on a laptop. Functions on JAX for a GPU raise NotImplementedError.
+On JAX for a GPU the functions launch cukv's kernels on XLA's stream. They copy nothing, allocate
+nothing that XLA does not know of, and are captured into XLA's command buffers. Shapes, dtypes and
+options are checked when a function is traced. On JAX for the CPU they run the NumPy definitions, so
+that a model can be tested on a laptop; values are checked too then, when the function runs.
 
-All of them are for inference: ``jax.grad`` and ``jax.vmap`` through one raise and name it. Requests
-are the batch axis. A sharded caller uses ``shard_map``: heads are independent of each other, and
-states over disjoint keys merge by their base-2 lse (``merge_states`` after ``lax.all_gather``).
+- **In place.** ``append`` gives the cache back. Donate the cache (``donate_argnums``) and its
+  memory is the result's. Whatever else holds that memory, as a CuPy, torch or NumPy view of it
+  does, turns donation into a copy: drop it before.
+- **Plans.** Attention plans its work anew in each call, or takes a ``plan``, made once per step for
+  all layers.
+- **Devices.** Heads shard as they are, and so do keys: states over disjoint keys merge by their
+  base-2 lse (``merge_states`` after ``lax.all_gather``). Shard by ``shard_map``: of calls that are
+  only jitted over sharded arrays XLA gathers the arrays.
+- **Inference.** ``jax.grad`` and ``jax.vmap`` through a function raise and name it. Requests are
+  the batch axis.
 
 Examples
 --------
@@ -29,16 +38,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cukv import _plan, _xla
 from cukv import masks as _masks
 from cukv import merge as _merge
-from cukv._arrays import BFLOAT16, FP8
+from cukv._arrays import BFLOAT16, FP8, as_dtype
 from cukv.cascade import CascadeLevels
 from cukv.masks import PackedMask, RaggedMask
 from cukv.mla import MLAPagedCache
@@ -52,6 +62,7 @@ if TYPE_CHECKING:
     from cukv._noun import Noun
 
 __all__ = [
+    "Plan",
     "append",
     "cascade",
     "decode",
@@ -61,6 +72,7 @@ __all__ = [
     "mla_decode",
     "noun",
     "packbits",
+    "plan",
     "prefill",
     "ragged_prefill",
 ]
@@ -133,82 +145,99 @@ for _kind in _NOUNS:
     jax.tree_util.register_pytree_node(_kind, _flatten, functools.partial(_unflatten, _kind))
 
 
-# ------------------------------------------------------------------------------------ the callback
+# -------------------------------------------------------------------------------------- plans
 
 
-def _call(op: str, definition: Callable[..., Any], shapes: Any, *args: Any) -> Any:
-    """Run a definition on the host: ``definition(*args)`` on the same pytrees of NumPy arrays."""
-    if jax.default_backend() != "cpu":
-        raise NotImplementedError(
-            f"cukv.jax.{op}: runs on JAX for the CPU only; on a GPU use the nouns, outside of jit"
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Prepared attention work, a pytree: made by ``plan``, passed to calls as ``plan=``.
+
+    It belongs to shapes, dtypes and options, and to the contents that the index arrays and the mask
+    had: where these change, make it again. A call under other lengths touches no foreign memory but
+    gives unspecified values.
+    """
+
+    lists: Array  # [bytes] uint8; none on the CPU
+    op: str
+    key: tuple[tuple[str, Any], ...]
+    batch_invariant: bool
+
+
+jax.tree_util.register_dataclass(
+    Plan, data_fields=["lists"], meta_fields=["op", "key", "batch_invariant"]
+)
+
+
+def plan(
+    q: Array | RaggedTensor,
+    keys: PagedKVCache | MLAPagedCache | RaggedTensor,
+    where: PageTable | CascadeLevels | None = None,
+    *,
+    qo_indptr: Array | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    custom_mask: RaggedMask | PackedMask | None = None,
+    batch_invariant: bool = False,
+) -> Plan:
+    """Prepare calls of attention, once for all layers of a step.
+
+    Parameters
+    ----------
+    q : array or RaggedTensor
+        As in the calls that the plan serves: shape, dtype and indptr count, values do not. An array
+        and a page table are those of ``decode`` or ``mla_decode``, a RaggedTensor and a page table
+        those of ``prefill``.
+    keys : PagedKVCache, MLAPagedCache or RaggedTensor
+        The cache, of any layer; for ``ragged_prefill`` its k.
+    where : PageTable or CascadeLevels
+        Where keys are; None for ``ragged_prefill``.
+    qo_indptr : [batch_size + 1] int32 or int64
+        That of ``mla_decode``.
+    causal, window_left, custom_mask
+        As in the calls.
+    batch_invariant : bool
+        Make a request's bits independent of its batch mates; not for MLA, nor for cascades.
+
+    Returns
+    -------
+    Plan
+        Made as by the nouns' own ``plan``.
+
+    Raises
+    ------
+    NotImplementedError, TypeError, ValueError
+        As those.
+    """
+    options = {"causal": causal, "window_left": window_left}
+    if isinstance(where, CascadeLevels):
+        q, where, _ = _in_order(q, where)
+    if isinstance(keys, MLAPagedCache):
+        options.pop("window_left")
+    elif not isinstance(where, CascadeLevels):
+        options["batch_invariant"] = batch_invariant
+
+    def make(q: Any, keys: Any, where: Any, arrays: dict[str, Any]) -> _plan.Plan:
+        if isinstance(where, CascadeLevels):
+            return where.plan(q, keys, **options)
+        if where is None:
+            return q.plan(keys, **options, **arrays)  # type: ignore[no-any-return]
+        return keys.plan(q, where, **options, **arrays)  # type: ignore[no-any-return]
+
+    arrays = _present(qo_indptr=qo_indptr, custom_mask=custom_mask)
+    args = q, keys, where, arrays
+    op, key, size = _xla.plan_key(make, *args)
+    lists = jnp.zeros(0, np.uint8)
+    if size:
+        lists = _xla.call(
+            "plan",
+            lambda memory, lists, *args: memory.fill(lambda: make(*args), lists),
+            jax.ShapeDtypeStruct((size,), np.uint8),
+            *args,
         )
-    leaves, structure = jax.tree.flatten(args)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    # Inside shard_map a result differs among the devices that an argument differs among.
-    varies = frozenset().union(*(getattr(jax.typeof(leaf), "vma", ()) for leaf in leaves))
-    if varies:
-        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, vma=varies), shapes)
-
-    def on_host(*arrays: Any) -> Any:
-        host = [np.array(array) for array in arrays]  # its own, which append writes
-        return definition(*jax.tree.unflatten(structure, host))
-
-    def without_vmap(*_: Any) -> Any:
-        raise NotImplementedError(
-            f"cukv.jax.{op}: has no vmap: requests are its batch; put them in one table or indptr"
-        )
-
-    def without_grad(*_: Any) -> Any:
-        raise NotImplementedError(f"cukv.jax.{op}: is for inference and has no derivative")
-
-    one_batch = jax.custom_batching.custom_vmap(
-        lambda *arrays: jax.pure_callback(on_host, shapes, *arrays)
-    )
-    one_batch.def_vmap(without_vmap)
-    inference = jax.custom_jvp(lambda *arrays: one_batch(*arrays))
-    inference.defjvp(without_grad)
-    return inference(*leaves)
+    return Plan(lists, op, key, batch_invariant)
 
 
-def _state(q: Array, head_dim_vo: int) -> tuple[Any, Any]:
-    """Give the shapes of an output and its lse."""
-    dtype = BFLOAT16 if q.dtype in FP8 else q.dtype
-    return (
-        jax.ShapeDtypeStruct((*q.shape[:2], head_dim_vo), dtype),
-        jax.ShapeDtypeStruct(q.shape[:2], np.float32),
-    )
-
-
-def _like(x: Array) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _attend(
-    op: str,
-    attend: Callable[..., Any],
-    q: Array,
-    head_dim_vo: int,
-    args: tuple[Any, ...],
-    arrays: dict[str, Any],
-    static: dict[str, Any],
-    return_lse: bool,
-) -> Any:
-    """Attend by a noun's verb. ``arrays`` are options that may be traced, ``static`` may not."""
-    found = _call(
-        op,
-        lambda args, arrays: attend(*args, **arrays, **static, return_lse=True),
-        _state(q, head_dim_vo),
-        args,
-        {name: x for name, x in arrays.items() if x is not None},
-    )
-    return found if return_lse else found[0]
-
-
-def _value_dim(cache: PagedKVCache) -> int:
-    return int((cache.data[1] if isinstance(cache.data, tuple) else cache.data).shape[-1])
-
-
-# --------------------------------------------------------------------------------------- functions
+# ------------------------------------------------------------------------------------ memory verbs
 
 
 def append(
@@ -225,9 +254,9 @@ def append(
 ) -> PagedKVCache:
     """Give the cache with new rows written; ``PagedKVCache.append`` describes the arguments.
 
-    Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory can then be the result's.
+    Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory is the result's then.
     """
-    where = {"indptr": indptr, "batch_indices": batch_indices, "positions": positions}
+    where = _present(indptr=indptr, batch_indices=batch_indices, positions=positions)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     written: PagedKVCache = _appended("append", cache, (k, v, table), where, scales)
     return written
@@ -246,7 +275,7 @@ def mla_append(
     kpe_scale: Any = 1.0,
 ) -> MLAPagedCache:
     """Give the cache with new latent rows written, as ``append`` does."""
-    where = {"indptr": indptr, "batch_indices": batch_indices, "positions": positions}
+    where = _present(indptr=indptr, batch_indices=batch_indices, positions=positions)
     scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
     written: MLAPagedCache = _appended("mla_append", cache, (ckv, kpe, table), where, scales)
     return written
@@ -255,12 +284,22 @@ def mla_append(
 def _appended(
     op: str, cache: Any, rows: tuple[Any, ...], where: dict[str, Any], scales: dict[str, Any]
 ) -> Any:
-    def write(cache: Any, rows: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        cache.append(*rows, **options)
-        return cache.data
+    static, traced = _numbers(scales)
 
-    options = scales | {name: x for name, x in where.items() if x is not None}
-    data = _call(op, write, jax.tree.map(_like, cache.data), cache, rows, options)
+    def write(
+        memory: _xla.Memory, data: Any, cache: Any, rows: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        cache.append(*rows, **options, **static)
+
+    data = _xla.call(
+        op,
+        write,
+        jax.tree.map(_like, cache.data),
+        cache,
+        rows,
+        where | traced,
+        aliases={i: i for i in range(len(jax.tree.leaves(cache.data)))},
+    )
     return noun(type(cache), **(cache._fields() | {"data": data}))
 
 
@@ -275,23 +314,32 @@ def gather(
 ) -> tuple[RaggedTensor, RaggedTensor]:
     """Copy the tokens of every request out of its pages; as ``PagedKVCache.gather``.
 
-    The row axis is ``nnz`` long, ``len(table.indices) * table.page_size`` by default.
+    The row axis is ``nnz`` long, ``len(table.indices) * table.page_size`` by default; offsets are
+    int32.
     """
+    op = "PagedKVCache.gather"
     parts = cache.data if isinstance(cache.data, tuple) else (cache.data, cache.data)
     size = table.indices.shape[0] * table.page_size if nnz is None else nnz
     heads = parts[0].shape[-2 if cache.layout == "NHD" else -3]
-    rows = tuple(
-        jax.ShapeDtypeStruct((size, heads, part.shape[-1]), dtype or part.dtype) for part in parts
-    )
+    to = None if dtype is None else as_dtype(op, "dtype", dtype)
+    static, traced = _numbers({"k_scale": k_scale, "v_scale": v_scale})
 
-    def copy(cache: Any, table: Any, scales: dict[str, Any]) -> Any:
-        k, v = cache.gather(table, nnz=size, dtype=dtype, **scales)
-        return k.data, v.data, k.indptr.astype(np.int32)
+    def copy(
+        memory: _xla.Memory, rows: Any, cache: Any, table: PageTable, traced: dict[str, Any]
+    ) -> None:
+        scales = static | traced
+        factors = scales["k_scale"], scales["v_scale"]
+        cache._pages.gather(op, table, size, to, factors, rows)
 
-    shapes = (*rows, jax.ShapeDtypeStruct(table.indptr.shape, np.int32))
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    k, v, indptr = _call("gather", copy, shapes, cache, table, scales)
+    shapes = [jax.ShapeDtypeStruct((size, heads, x.shape[-1]), to or x.dtype) for x in parts]
+    k, v = _xla.call("gather", copy, shapes, cache, table, traced)
+    num_pages = jnp.diff(table.indptr)
+    lens = jnp.where(num_pages > 0, (num_pages - 1) * table.page_size + table.last_page_len, 0)
+    indptr = jnp.concatenate([jnp.zeros_like(lens[:1]), jnp.cumsum(lens)]).astype(np.int32)
     return noun(RaggedTensor, k, indptr), noun(RaggedTensor, v, indptr)
+
+
+# --------------------------------------------------------------------------------------- attention
 
 
 def decode(
@@ -306,20 +354,29 @@ def decode(
     q_scale: Any = 1.0,
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
+    plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attend from one row per request; as ``PagedKVCache.decode``.
 
-    ``sm_scale``, ``window_left`` and ``logits_soft_cap`` are static.
+    Here and below scales and sinks may be traced; the other options are static.
     """
     return _attend(
-        "decode",
-        lambda q, cache, table, **options: cache.decode(q, table, **options),
+        _Call(
+            "decode",
+            lambda q, cache, table, **options: cache.plan(q, table, **options),
+            lambda q, cache, table, **options: cache.decode(q, table, **options),
+            planned={"window_left": window_left},
+            invariant=True,
+        ),
         q,
         _value_dim(cache),
         (q, cache, table),
-        {"sinks": sinks, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
-        {"sm_scale": sm_scale, "window_left": window_left, "logits_soft_cap": logits_soft_cap},
+        {},
+        _present(sinks=sinks),
+        {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
+        {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
+        plan,
         return_lse,
     )
 
@@ -338,28 +395,26 @@ def prefill(
     q_scale: Any = 1.0,
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
+    plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attend from any number of rows per request; as ``PagedKVCache.prefill``."""
     return _attend(
-        "prefill",
-        lambda q, cache, table, **options: cache.prefill(q, table, **options),
+        _Call(
+            "prefill",
+            lambda q, cache, table, **options: cache.plan(q, table, **options),
+            lambda q, cache, table, **options: cache.prefill(q, table, **options),
+            planned={"causal": causal, "window_left": window_left},
+            invariant=True,
+        ),
         _rows(q),
         _value_dim(cache),
         (q, cache, table),
-        {
-            "custom_mask": custom_mask,
-            "sinks": sinks,
-            "q_scale": q_scale,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        },
-        {
-            "causal": causal,
-            "sm_scale": sm_scale,
-            "window_left": window_left,
-            "logits_soft_cap": logits_soft_cap,
-        },
+        _present(custom_mask=custom_mask),
+        _present(sinks=sinks),
+        {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
+        {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
+        plan,
         return_lse,
     )
 
@@ -378,28 +433,26 @@ def ragged_prefill(
     q_scale: Any = 1.0,
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
+    plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attend from packed rows to packed keys and values; as ``RaggedTensor.prefill``."""
     return _attend(
-        "ragged_prefill",
-        lambda q, k, v, **options: q.prefill(k, v, **options),
+        _Call(
+            "ragged_prefill",
+            lambda q, k, v, **options: q.plan(k, **options),
+            lambda q, k, v, **options: q.prefill(k, v, **options),
+            planned={"causal": causal, "window_left": window_left},
+            invariant=True,
+        ),
         _rows(q),
         int(v.data.shape[-1]),
         (q, k, v),
-        {
-            "custom_mask": custom_mask,
-            "sinks": sinks,
-            "q_scale": q_scale,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        },
-        {
-            "causal": causal,
-            "sm_scale": sm_scale,
-            "window_left": window_left,
-            "logits_soft_cap": logits_soft_cap,
-        },
+        _present(custom_mask=custom_mask),
+        _present(sinks=sinks),
+        {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
+        {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
+        plan,
         return_lse,
     )
 
@@ -415,23 +468,31 @@ def mla_decode(
     causal: bool = False,
     ckv_scale: Any = 1.0,
     kpe_scale: Any = 1.0,
+    plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attend in the absorbed form; as ``MLAPagedCache.decode``."""
     return _attend(
-        "mla_decode",
-        lambda q_nope, q_pe, cache, table, **options: cache.decode(q_nope, q_pe, table, **options),
+        _Call(
+            "mla_decode",
+            lambda q, q_pe, cache, table, **options: cache.plan(q, table, **options),
+            lambda q, q_pe, cache, table, **options: cache.decode(q, q_pe, table, **options),
+            planned={"causal": causal},
+        ),
         q_nope,
         int(q_nope.shape[-1]),
         (q_nope, q_pe, cache, table),
-        {"qo_indptr": qo_indptr, "ckv_scale": ckv_scale, "kpe_scale": kpe_scale},
-        {"sm_scale": sm_scale, "causal": causal},
+        _present(qo_indptr=qo_indptr),
+        {},
+        {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale},
+        {"sm_scale": sm_scale},
+        plan,
         return_lse,
     )
 
 
 def cascade(
-    q: Array,
+    q: Array | RaggedTensor,
     cache: PagedKVCache,
     levels: CascadeLevels,
     *,
@@ -443,38 +504,140 @@ def cascade(
     q_scale: Any = 1.0,
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
+    plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attend to the keys of all levels; as ``CascadeLevels.attend``."""
-    return _attend(
-        "cascade",
-        lambda q, cache, levels, **options: levels.attend(q, cache, **options),
-        _rows(q),
+    rows, levels, as_given = _in_order(q, levels)
+    found = _attend(
+        _Call(
+            "cascade",
+            lambda q, cache, levels, **options: levels.plan(q, cache, **options),
+            lambda q, cache, levels, **options: levels.attend(q, cache, **options),
+            planned={"causal": causal, "window_left": window_left},
+        ),
+        rows,
         _value_dim(cache),
-        (q, cache, levels),
-        {"sinks": sinks, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
-        {
-            "causal": causal,
-            "sm_scale": sm_scale,
-            "window_left": window_left,
-            "logits_soft_cap": logits_soft_cap,
-        },
+        (rows, cache, levels),
+        {},
+        _present(sinks=sinks),
+        {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale},
+        {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap},
+        plan,
         return_lse,
     )
+    return jax.tree.map(as_given, found)
 
 
 def merge_states(o: Array, lse: Array) -> tuple[Array, Array]:
     """Combine the states of k disjoint sets of keys, ``o [n, k, heads, head_dim]``; base-2 lse."""
-    shapes = _like(o[:, 0]), _like(lse[:, 0])
-    merged, merged_lse = _call("merge_states", _merge.merge_states, shapes, o, lse)
+
+    def merge(memory: _xla.Memory, results: Any, o: Array, lse: Array) -> None:
+        _merge.merge_states(o, lse, out=results)
+
+    merged, merged_lse = _xla.call(
+        "merge_states", merge, (_like(o[:, 0]), _like(lse[:, 0])), o, lse
+    )
     return merged, merged_lse
 
 
 def packbits(x: Array, bitorder: str = "little") -> Array:
     """Pack truth values into bits, eight to a byte, ``[ceil(n / 8)]`` uint8."""
-    order: Any = bitorder
+
+    def pack(memory: _xla.Memory, packed: Array, x: Array) -> None:
+        _masks.pack_bits("packbits", x, bitorder, packed)
+
     shape = jax.ShapeDtypeStruct((-(-x.size // 8),), np.uint8)
-    return _call("packbits", lambda x: _masks.packbits(x, order), shape, x)
+    return _xla.call("packbits", pack, shape, jnp.ravel(x))
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+class _Call(NamedTuple):
+    """A kind of attention, by the nouns' verbs."""
+
+    op: str
+    plan: Callable[..., _plan.Plan]
+    attend: Callable[..., Any]
+    planned: dict[str, Any]  # static options that its plans depend on
+    invariant: bool = False  # whether its plans can be batch invariant
+
+
+def _attend(
+    call: _Call,
+    q: Array,
+    head_dim_vo: int,
+    args: tuple[Any, ...],
+    planned: dict[str, Any],
+    traced: dict[str, Any],
+    scales: dict[str, Any],
+    static: dict[str, Any],
+    plan: Plan | None,
+    return_lse: bool,
+) -> Any:
+    """Attend from q. Arrays of ``planned`` are given to plans and calls, ``traced`` to calls."""
+    numbers, arrays = _numbers(scales)
+    static = static | numbers | call.planned | {"return_lse": return_lse}
+    invariant = {}
+    if call.invariant and plan is not None:
+        invariant["batch_invariant"] = plan.batch_invariant
+
+    def make(args: tuple[Any, ...], planned: dict[str, Any]) -> _plan.Plan:
+        return call.plan(*args, **planned, **call.planned, **invariant)
+
+    def attend(
+        memory: _xla.Memory,
+        results: tuple[Array, ...],
+        args: tuple[Any, ...],
+        planned: dict[str, Any],
+        traced: dict[str, Any],
+        lists: Array | None,
+    ) -> None:
+        made = memory.plan(lambda: make(args, planned), lists)
+        out, lse = results if return_lse else (*results, None)
+        call.attend(*args, **planned, **traced, **static, plan=made, out=out, lse=lse)
+
+    if plan is not None:
+        _check_plan(call.op, plan, make, args, planned)
+    shapes = (
+        jax.ShapeDtypeStruct((*q.shape[:2], head_dim_vo), BFLOAT16 if q.dtype in FP8 else q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:2], np.float32),
+    )
+    lists = None if plan is None else plan.lists
+    results = shapes if return_lse else shapes[:1]
+    found = _xla.call(call.op, attend, results, args, planned, traced | arrays, lists)
+    return found if return_lse else found[0]
+
+
+def _check_plan(op: str, plan: Plan, make: Callable[..., _plan.Plan], *args: Any) -> None:
+    """Raise unless a plan was made for such a call."""
+    op = f"cukv.jax.{op}"
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{op}: plan must be a cukv.jax.Plan, got {type(plan)}")
+    served, key, _ = _xla.plan_key(make, *args)
+    if plan.op != served:
+        raise ValueError(f"{op}: the plan was made for {plan.op}")
+    _plan.Plan(served, plan.key)._require(op, key)
+
+
+def _present(**arrays: Any) -> dict[str, Any]:
+    """Give the arguments that were given."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _numbers(scales: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part scales into numbers, which are static, and arrays."""
+    traced = {name: x for name, x in scales.items() if isinstance(x, jax.Array)}
+    return {name: x for name, x in scales.items() if name not in traced}, traced
+
+
+def _like(x: Array) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _value_dim(cache: PagedKVCache) -> int:
+    return int((cache.data[1] if isinstance(cache.data, tuple) else cache.data).shape[-1])
 
 
 def _rows(q: Any) -> Any:
@@ -482,3 +645,18 @@ def _rows(q: Any) -> Any:
     if not isinstance(q, RaggedTensor):
         return q
     return q.data if q.layout == "NHD" else jnp.swapaxes(q.data, 0, 1)
+
+
+def _in_order(q: Any, levels: CascadeLevels) -> tuple[Array, CascadeLevels, Callable[..., Any]]:
+    """Give rows in the order of the levels, levels of no other order, and what takes it back."""
+    rows, order = _rows(q), levels.row_order
+    if order is None:
+        return rows, levels, lambda x: x
+    named = jnp.arange(order.shape[0]) < levels.qo_indptr[-1][-1]
+    target = jnp.where(named, order, rows.shape[0])  # padding goes nowhere
+
+    def as_given(x: Array) -> Array:
+        return jnp.zeros((rows.shape[0], *x.shape[1:]), x.dtype).at[target].set(x, mode="drop")
+
+    in_order = noun(CascadeLevels, levels.qo_indptr, levels.tables)
+    return jnp.take(rows, order, axis=0, mode="clip"), in_order, as_given

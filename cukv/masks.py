@@ -327,19 +327,28 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     -----
     Current stream, no synchronisation. Source: kernels/packbits.cu.
     """
-    op = "packbits"
+    return pack_bits("packbits", x, bitorder)
+
+
+def pack_bits(op: str, x: Array, bitorder: str, out: Array | None = None) -> Array:
+    """Pack truth values as ``packbits`` does, into ``out [ceil(n / 8)]`` uint8 if it is given."""
     x, big = as_array(op, "x", x), _is_big(op, bitorder)
     truth_mask = _truth_mask(op, x.dtype)
     if isinstance(x, np.ndarray):
         with np.errstate(invalid="ignore"):  # NaN is True
-            return reference.packbits(x, bitorder)
+            packed = reference.packbits(x, bitorder)
+        if out is None:
+            return packed
+        out[...] = packed
+        return out
     if x.ndim != 1:
         with x.device:
             x = x.reshape(-1)
         keep_for_replays(x)
     match_aligned(op, "x", x)
     size = x.shape[0]
-    out = empty(op, (-(-size // 8),), _UINT8, cp, like=x)
+    if out is None:
+        out = empty(op, (-(-size // 8),), _UINT8, cp, like=x)
     if size == 0:
         return out
     kernel("packbits", x.data.device_id, BYTES=x.itemsize)(

@@ -1,0 +1,360 @@
+"""Calls from XLA: cukv's methods over XLA's buffers, on its stream, in memory that it gave.
+
+A call is ``work(memory, results, *args)``: it makes nouns' methods write ``results``. On JAX for
+the CPU the arrays are NumPy's, and the work is done as it is. On a GPU they are CuPy's, and the
+work is recorded: what a call launches is determined by the addresses of its buffers, so that later
+calls with the same buffers, as a loop with donation brings them, only repeat it.
+
+``buffer_callback`` calls Python once for each execution, or once for all where XLA captures the
+call into a command buffer (a CUDA graph). So nothing here may allocate, load a kernel, wait or read
+memory: scratch is one more result, whose size is found, and kernels are loaded, by a rehearsal at
+trace time over arrays that are not there. XLA's FFI through ctypes would save a few microseconds of
+an uncaptured call, at the price of mirroring its C structs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cupy as cp
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cupy_backends.cuda.api.runtime import getDevice
+from jax.experimental.buffer_callback import buffer_callback
+
+from cukv._plan import Plan, placement
+from cukv._recording import recording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from cukv._arrays import Array
+    from cukv._recording import Work
+
+_MAX_REMEMBERED = 64  # sets of addresses of one call; XLA keeps 16 captures of it
+_ALIGNMENT = 256  # bytes, as XLA's own allocations on a GPU have
+_HOST = -1  # device of NumPy arrays
+_DEVICE_TYPES = {1: False, 2: True}  # DLPack's: whether arrays are on a GPU
+_NOWHERE = 0x7F00_0000_0000  # where arrays of a rehearsal seem to lie
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, x: Any) -> Spec:
+        return cls(tuple(x.shape), np.dtype(x.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def on_device(self, pointer: int, device: int) -> Array:
+        """Give the contiguous CuPy array at an address, which owns nothing."""
+        memory = cp.cuda.UnownedMemory(pointer, self.num_bytes, None, device)
+        return cp.ndarray(self.shape, self.dtype, memptr=cp.cuda.MemoryPointer(memory, 0))
+
+    def on_host(self, pointer: int) -> Array:
+        """Give the contiguous NumPy array at an address."""
+        if not self.num_bytes:
+            return np.empty(self.shape, self.dtype)
+        memory = (ctypes.c_char * self.num_bytes).from_address(pointer)
+        return np.ndarray(self.shape, self.dtype, memory)
+
+
+class _Arena:
+    """Memory given out piece by piece; without a limit, which is a rehearsal, it only counts."""
+
+    def __init__(self, pointer: int, limit: int | None, device: int) -> None:
+        self._pointer, self._limit, self._device = pointer, limit, device
+        self.used = 0
+
+    def take(self, num_bytes: int) -> int:
+        """Give the address of so many bytes."""
+        pointer = self._pointer + self.used
+        self.used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if self._limit is not None and self.used > self._limit:
+            raise RuntimeError(
+                f"cukv: this device needs {self.used} bytes or more, {self._limit} were found "
+                "necessary when the call was traced"
+            )
+        return pointer
+
+    def allocate(self, num_bytes: int) -> cp.cuda.MemoryPointer:
+        """Give them as CuPy's allocators do."""
+        memory = cp.cuda.UnownedMemory(self.take(num_bytes), num_bytes, self, self._device)
+        return cp.cuda.MemoryPointer(memory, 0)
+
+
+class Memory:
+    """What a call's work takes memory from. In NumPy there is nothing to take."""
+
+    def plan(self, make: Callable[[], Plan], lists: Array | None) -> Plan:
+        """Make a plan for this call, or find the one whose lists a call of ``fill`` has filled."""
+        del lists
+        return make()
+
+    def fill(self, make: Callable[[], Plan], lists: Array) -> None:
+        """Make a plan for other calls: what they read of it lies in ``lists [bytes]``."""
+        del lists
+        make()
+
+
+class _DeviceMemory(Memory):
+    def __init__(self, scratch: _Arena, device: int) -> None:
+        self._scratch, self._device = scratch, device
+
+    def plan(self, make: Callable[[], Plan], lists: Array | None) -> Plan:
+        if lists is None:
+            with _placed(self._scratch, self._scratch):
+                return make()
+        with _placed(self._arena(lists), self._scratch), recording():  # it is filled already
+            plan = make()
+        plan._clear()
+        return plan
+
+    def fill(self, make: Callable[[], Plan], lists: Array) -> None:
+        with _placed(self._arena(lists), self._scratch):
+            make()
+
+    def _arena(self, lists: Array) -> _Arena:
+        return _Arena(lists.data.ptr, lists.nbytes, self._device)
+
+
+@contextmanager
+def _placed(lists: _Arena, scratch: _Arena) -> Iterator[None]:
+    """Have plans and all other arrays of this thread made in arenas."""
+    outer = placement.place
+    placement.place = lambda *sizes: (lists.take(sizes[0]), scratch.take(sizes[1]))
+    try:
+        with cp.cuda.using_allocator(lists.allocate):
+            yield
+    finally:
+        placement.place = outer
+
+
+# ----------------------------------------------------------------------------------------- devices
+
+
+def gpus() -> list[int]:
+    """Number the GPUs that JAX works on by default; none: it works on the CPU."""
+    chosen = jax.config.jax_default_device
+    platform = getattr(chosen, "platform", chosen) or jax.default_backend()
+    if platform not in ("gpu", "cuda"):
+        return []
+    return [device.local_hardware_id for device in jax.local_devices(backend="gpu")]
+
+
+def _rehearsed(specs: Sequence[Spec], device: int) -> list[Array]:
+    """Give arrays that are like those of a call, but are not there."""
+    if device == _HOST:
+        return [np.zeros(spec.shape, spec.dtype) for spec in specs]
+    pointer, arrays = _NOWHERE, []
+    for spec in specs:
+        arrays.append(spec.on_device(pointer, device))
+        pointer += -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+    return arrays
+
+
+# ----------------------------------------------------------------------------------------- buffers
+
+
+class _DLTensor(ctypes.Structure):
+    """The beginning of DLPack's DLTensor, with which an unversioned capsule begins."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+    )
+
+
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _locate(buffers: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
+    """Give the device of XLA's buffers, and their addresses.
+
+    XLA's own descriptions of buffers know no fp8; shapes and dtypes are known from tracing.
+    """
+    pointers = []
+    for buffer in buffers:
+        capsule = buffer.__dlpack__()
+        tensor = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+        pointers.append(tensor.data or 0)
+        device = tensor.device_id if _DEVICE_TYPES[tensor.device_type] else _HOST
+    return device, tuple(pointers)
+
+
+# ------------------------------------------------------------------------------------------- calls
+
+
+class _Callback:
+    """What XLA calls, with the buffers of a call: its operands, its results and its scratch."""
+
+    def __init__(
+        self,
+        work: Callable[..., None],
+        args: tuple[Any, ...],
+        results: Any,
+        aliases: dict[int, int],
+    ) -> None:
+        leaves, self._args = jax.tree.flatten(args)
+        outputs, self._results = jax.tree.flatten(results)
+        self._num_operands, self._aliases = len(leaves), aliases
+        self._work = work
+        self._specs = [Spec.of(x) for x in (*leaves, *outputs)]
+        self._recorded: dict[tuple[int, tuple[int, ...]], list[Work]] = {}
+        self.scratch_bytes = 0
+
+    def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
+        device, pointers = _locate((*operands, *results))
+        if device == _HOST:
+            self._on_host(pointers)
+            return
+        recorded = self._recorded.get((device, pointers))
+        if recorded is None:
+            recorded = self._record(device, pointers)
+        if getDevice() == device:
+            _repeat(recorded, context)
+        else:
+            with cp.cuda.Device(device):
+                _repeat(recorded, context)
+
+    def rehearse(self, device: int) -> int:
+        """Check the call and load its kernels: bytes of scratch that it needs."""
+        arrays = _rehearsed(self._specs, device)
+        scratch = _Arena(_NOWHERE << 1, None, device)
+        with cp.cuda.Device(device), recording():
+            self._on_device(arrays, scratch, device)
+        return scratch.used
+
+    def _on_host(self, pointers: Sequence[int]) -> None:
+        arrays = [spec.on_host(p) for spec, p in zip(self._specs, pointers, strict=False)]
+        for operand in arrays[: self._num_operands]:
+            operand.flags.writeable = False
+        self._do(Memory(), arrays)
+
+    def _record(self, device: int, pointers: tuple[int, ...]) -> list[Work]:
+        """Note what is to be launched for these buffers."""
+        arrays = [spec.on_device(p, device) for spec, p in zip(self._specs, pointers, strict=False)]
+        scratch = _Arena(pointers[-1], self.scratch_bytes, device)
+        with cp.cuda.Device(device), recording() as recorded:
+            self._on_device(arrays, scratch, device)
+        if len(self._recorded) >= _MAX_REMEMBERED:
+            self._recorded.clear()
+        self._recorded[device, pointers] = recorded
+        return recorded
+
+    def _on_device(self, arrays: list[Array], scratch: _Arena, device: int) -> None:
+        with cp.cuda.using_allocator(scratch.allocate):
+            self._do(_DeviceMemory(scratch, device), arrays)
+
+    def _do(self, memory: Memory, arrays: list[Array]) -> None:
+        operands, results = arrays[: self._num_operands], arrays[self._num_operands :]
+        for operand, result in self._aliases.items():
+            operands[operand] = results[result]
+        results = jax.tree.unflatten(self._results, results)
+        self._work(memory, results, *jax.tree.unflatten(self._args, operands))
+
+
+def _repeat(recorded: list[Work], context: Any) -> None:
+    """Do what was recorded on XLA's stream."""
+    stream = context.stream
+    for work in recorded:
+        work(stream)
+
+
+def call(
+    op: str,
+    work: Callable[..., None],
+    results: Any,
+    *args: Any,
+    aliases: dict[int, int] | None = None,
+) -> Any:
+    """Have XLA do ``work(memory, results, *args)``: give its results.
+
+    Parameters
+    ----------
+    op : str
+        Named by errors.
+    work : callable
+        Called with pytrees as ``results`` and ``args`` are, of NumPy or CuPy arrays. On a GPU it
+        launches and nothing else.
+    results : pytree of jax.ShapeDtypeStruct
+        What the work writes.
+    args : pytrees of arrays
+        What it reads.
+    aliases : {operand: result}
+        Leaves of ``args`` that become a result: the work gets, and writes, the result's memory.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    args = jax.tree.unflatten(structure, leaves)
+    aliases = aliases or {}
+    callback = _Callback(work, args, results, aliases)
+    callback.scratch_bytes = max((callback.rehearse(device) for device in gpus()), default=0)
+    specs, structure = jax.tree.flatten(results)
+    shapes = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
+    if callback.scratch_bytes:
+        shapes.append(jax.ShapeDtypeStruct((callback.scratch_bytes,), np.uint8))
+    launch = buffer_callback(
+        callback, shapes, input_output_aliases=aliases, command_buffer_compatible=True
+    )
+    found = _inference(op, launch)(*leaves)[: len(specs)]
+    # Inside shard_map a result differs among the devices that an argument differs among.
+    varies = frozenset().union(*(getattr(jax.typeof(leaf), "vma", ()) for leaf in leaves))
+    if varies:
+        found = [_vary(x, tuple(varies)) for x in found]
+    return jax.tree.unflatten(structure, found)
+
+
+def plan_key(make: Callable[..., Plan], *args: Any) -> tuple[str, tuple[tuple[str, Any], ...], int]:
+    """Give the operation and the key of a plan, and the bytes of its lists, without its making."""
+    leaves, structure = jax.tree.flatten(args)
+    specs, sizes = [Spec.of(leaf) for leaf in leaves], [0]
+    for device in gpus():
+        arrays = jax.tree.unflatten(structure, _rehearsed(specs, device))
+        lists, scratch = (_Arena(_NOWHERE << n, None, device) for n in (1, 2))
+        with cp.cuda.Device(device), recording(), _placed(lists, scratch):
+            plan = make(*arrays)
+        sizes.append(lists.used)
+    if len(sizes) == 1:
+        plan = make(*jax.tree.unflatten(structure, _rehearsed(specs, _HOST)))
+    return plan.op, plan.key, max(sizes)
+
+
+def _inference(op: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse vmap and derivatives, by name."""
+
+    def without_vmap(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"cukv.jax.{op}: has no vmap: requests are its batch; put them in one table or indptr"
+        )
+
+    def without_grad(*_: Any) -> Any:
+        raise NotImplementedError(f"cukv.jax.{op}: is for inference and has no derivative")
+
+    one_batch = jax.custom_batching.custom_vmap(lambda *arrays: launch(*arrays))
+    one_batch.def_vmap(without_vmap)
+    inference = jax.custom_jvp(lambda *arrays: one_batch(*arrays))
+    inference.defjvp(without_grad)
+    return inference
+
+
+def _vary(x: Any, axes: tuple[str, ...]) -> Any:
+    """Mark a value as differing among the devices along axes of the mesh."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axes, to="varying")
+    return jax.lax.pvary(x, axes)
