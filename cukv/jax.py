@@ -579,7 +579,9 @@ def _attend(
     """Attend from q. Arrays of ``planned`` are given to plans and calls, ``traced`` to calls."""
     numbers, arrays = _numbers(scales)
     static = static | numbers | call.planned | {"return_lse": return_lse}
-    invariant = {}
+    op, invariant = f"cukv.jax.{call.op}", {}
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{op}: plan must be a cukv.jax.Plan, got {type(plan)}")
     if call.invariant and plan is not None:
         invariant["batch_invariant"] = plan.batch_invariant
 
@@ -599,7 +601,10 @@ def _attend(
         call.attend(*args, **planned, **traced, **static, plan=made, out=out, lse=lse)
 
     if plan is not None:
-        _check_plan(call.op, plan, make, args, planned)
+        served, key, _ = _xla.plan_key(make, args, planned)
+        if plan.op != served:
+            raise ValueError(f"{op}: the plan was made for {plan.op}")
+        _plan.Plan(served, plan.key)._require(op, key)
     shapes = (
         jax.ShapeDtypeStruct((*q.shape[:2], head_dim_vo), BFLOAT16 if q.dtype in FP8 else q.dtype),
         jax.ShapeDtypeStruct(q.shape[:2], np.float32),
@@ -608,17 +613,6 @@ def _attend(
     results = shapes if return_lse else shapes[:1]
     found = _xla.call(call.op, attend, results, args, planned, traced | arrays, lists)
     return found if return_lse else found[0]
-
-
-def _check_plan(op: str, plan: Plan, make: Callable[..., _plan.Plan], *args: Any) -> None:
-    """Raise unless a plan was made for such a call."""
-    op = f"cukv.jax.{op}"
-    if not isinstance(plan, Plan):
-        raise TypeError(f"{op}: plan must be a cukv.jax.Plan, got {type(plan)}")
-    served, key, _ = _xla.plan_key(make, *args)
-    if plan.op != served:
-        raise ValueError(f"{op}: the plan was made for {plan.op}")
-    _plan.Plan(served, plan.key)._require(op, key)
 
 
 def _present(**arrays: Any) -> dict[str, Any]:

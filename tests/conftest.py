@@ -11,7 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from cukv import _kernels
+from cukv import _arrays, _kernels
 from cukv._arrays import is_available
 
 pytest_plugins = ["gpu_record"]
@@ -66,6 +66,8 @@ def pytest_runtest_setup(item):
         if os.environ.get("CUKV_REQUIRE_GPU") == "1":
             pytest.fail("CUKV_REQUIRE_GPU=1, and there is no GPU", pytrace=False)
         pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("two_gpus") and _arrays._device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
 
 
 @pytest.fixture
