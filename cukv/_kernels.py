@@ -462,7 +462,7 @@ class Kernel:
     def _repeat(self, grid: int, cta: int, smem_bytes: int, params: bytes, stream: int) -> None:
         """Make a launch that was recorded; its device is the current one."""
         memory, address = self._staging.memory_and_address
-        memory[: len(params)] = params
+        ctypes.memmove(memory, params, len(params))
         if self._early:
             launch_early(self._function, grid, cta, smem_bytes, stream)
         else:

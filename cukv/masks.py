@@ -330,7 +330,7 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     return pack_bits("packbits", x, bitorder)
 
 
-def pack_bits(op: str, x: Array, bitorder: str, out: Array | None = None) -> Array:
+def pack_bits(op: str, x: Array, bitorder: BitOrder, out: Array | None = None) -> Array:
     """Pack truth values as ``packbits`` does, into ``out [ceil(n / 8)]`` uint8 if it is given."""
     x, big = as_array(op, "x", x), _is_big(op, bitorder)
     truth_mask = _truth_mask(op, x.dtype)

@@ -31,7 +31,7 @@ with warnings.catch_warnings():
         jax = None
     else:
         import cukv.jax as cj
-        from cukv import _xla
+        from cukv.jax import _xla
 
         jnp, P = jax.numpy, jax.sharding.PartitionSpec
 pytestmark = [

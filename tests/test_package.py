@@ -206,7 +206,7 @@ def test_docstrings_give_shapes_units_errors_and_source(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name):
-    if name == "cukv.jax":
+    if name.startswith("cukv.jax"):
         pytest.importorskip("jax")
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0
@@ -287,7 +287,7 @@ def test_frameworks_are_imported_where_they_are_served_only(path):
         )
     }
     assert not imported & {"torch", "flashinfer"}
-    assert "jax" not in imported or path.name == "jax.py"
+    assert "jax" not in imported or path.parent.name == "jax"
     if path.name == "reference.py":
         assert imported <= {"__future__", "collections", "itertools", "math", "numpy", "typing"}
 

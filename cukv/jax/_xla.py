@@ -67,7 +67,7 @@ class Spec(NamedTuple):
         """Give the contiguous NumPy array at an address."""
         if not self.num_bytes:
             return np.empty(self.shape, self.dtype)
-        memory = (ctypes.c_char * self.num_bytes).from_address(pointer)
+        memory: Any = (ctypes.c_char * self.num_bytes).from_address(pointer)
         return np.ndarray(self.shape, self.dtype, memory)
 
 
@@ -335,7 +335,7 @@ def plan_key(make: Callable[..., Plan], *args: Any) -> tuple[str, tuple[tuple[st
     return plan.op, plan.key, max(sizes)
 
 
-def _inference(op: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+def _inference(op: str, launch: Callable[..., Any]) -> Any:
     """Refuse vmap and derivatives, by name."""
 
     def without_vmap(*_: Any) -> Any:

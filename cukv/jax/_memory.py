@@ -1,0 +1,130 @@
+"""Memory verbs: append, gather, and bits of masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cukv._arrays import as_dtype
+from cukv.jax._arguments import Array, like, present, split_scales
+from cukv.jax._nouns import noun
+from cukv.jax._xla import Memory, call
+from cukv.masks import BitOrder, pack_bits
+from cukv.ragged import RaggedTensor
+
+if TYPE_CHECKING:
+    from cukv.mla import MLAPagedCache
+    from cukv.page_table import PageTable
+    from cukv.paged import PagedKVCache
+
+
+def append(
+    cache: PagedKVCache,
+    k: Array,
+    v: Array,
+    table: PageTable,
+    *,
+    indptr: Array | None = None,
+    batch_indices: Array | None = None,
+    positions: Array | None = None,
+    k_scale: Any = 1.0,
+    v_scale: Any = 1.0,
+) -> PagedKVCache:
+    """Give the cache with new rows written; ``PagedKVCache.append`` describes the arguments.
+
+    Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory is the result's then.
+    """
+    where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    written: PagedKVCache = _appended("append", cache, (k, v, table), where, scales)
+    return written
+
+
+def mla_append(
+    cache: MLAPagedCache,
+    ckv: Array,
+    kpe: Array,
+    table: PageTable,
+    *,
+    indptr: Array | None = None,
+    batch_indices: Array | None = None,
+    positions: Array | None = None,
+    ckv_scale: Any = 1.0,
+    kpe_scale: Any = 1.0,
+) -> MLAPagedCache:
+    """Give the cache with new latent rows written, as ``append`` does."""
+    where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
+    scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
+    written: MLAPagedCache = _appended("mla_append", cache, (ckv, kpe, table), where, scales)
+    return written
+
+
+def _appended(
+    op: str, cache: Any, rows: tuple[Any, ...], where: dict[str, Any], scales: dict[str, Any]
+) -> Any:
+    static, traced = split_scales(scales)
+
+    def write(
+        memory: Memory, data: Any, cache: Any, rows: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        cache.append(*rows, **options, **static)
+
+    data = call(
+        op,
+        write,
+        jax.tree.map(like, cache.data),
+        cache,
+        rows,
+        where | traced,
+        aliases={i: i for i in range(len(jax.tree.leaves(cache.data)))},
+    )
+    return noun(type(cache), **(cache._fields() | {"data": data}))
+
+
+def gather(
+    cache: PagedKVCache,
+    table: PageTable,
+    *,
+    nnz: int | None = None,
+    dtype: Any = None,
+    k_scale: Any = 1.0,
+    v_scale: Any = 1.0,
+) -> tuple[RaggedTensor, RaggedTensor]:
+    """Copy the tokens of every request out of its pages; as ``PagedKVCache.gather``.
+
+    The row axis is ``nnz`` long, ``len(table.indices) * table.page_size`` by default; offsets are
+    int32.
+    """
+    op = "PagedKVCache.gather"
+    parts = cache.data if isinstance(cache.data, tuple) else (cache.data, cache.data)
+    size = table.indices.shape[0] * table.page_size if nnz is None else nnz
+    heads = parts[0].shape[-2 if cache.layout == "NHD" else -3]
+    to = None if dtype is None else as_dtype(op, "dtype", dtype)
+    static, traced = split_scales({"k_scale": k_scale, "v_scale": v_scale})
+
+    def copy(
+        memory: Memory, rows: Any, cache: Any, table: PageTable, traced: dict[str, Any]
+    ) -> None:
+        scales = static | traced
+        factors = scales["k_scale"], scales["v_scale"]
+        cache._pages.gather(op, table, size, to, factors, rows)
+
+    shapes = [jax.ShapeDtypeStruct((size, heads, x.shape[-1]), to or x.dtype) for x in parts]
+    k, v = call("gather", copy, shapes, cache, table, traced)
+    num_pages = jnp.diff(table.indptr)
+    lens = jnp.where(num_pages > 0, (num_pages - 1) * table.page_size + table.last_page_len, 0)
+    indptr = jnp.concatenate([jnp.zeros_like(lens[:1]), jnp.cumsum(lens)]).astype(np.int32)
+    return noun(RaggedTensor, k, indptr), noun(RaggedTensor, v, indptr)
+
+
+def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
+    """Pack truth values into bits, eight to a byte, ``[ceil(n / 8)]`` uint8."""
+
+    def pack(memory: Memory, packed: Array, x: Array) -> None:
+        pack_bits("packbits", x, bitorder, packed)
+
+    shape = jax.ShapeDtypeStruct((-(-x.size // 8),), np.uint8)
+    return call("packbits", pack, shape, jnp.ravel(x))
