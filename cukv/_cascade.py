@@ -47,10 +47,6 @@ class CascadePlan(Plan):
         for plan in self.levels:
             plan.update()
 
-    def _clear(self) -> None:
-        for plan in self.levels:
-            plan._clear()
-
 
 class CascadeCall(NamedTuple):
     """A cascade, but for the cache: what a plan of it must know."""

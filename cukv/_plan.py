@@ -18,7 +18,6 @@ from cupy_backends.cuda.api.runtime import getDevice
 
 from cukv._index import pack_divisor, pack_index
 from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer, struct_layout
-from cukv._recording import set_bytes_to_zero
 from cukv.masks import PackedMask, given_indptr
 
 if TYPE_CHECKING:
@@ -76,11 +75,6 @@ class Plan:
         if self.work is not None:
             self.work.update()
 
-    def _clear(self) -> None:
-        """Make scratch ready that is not where the lists were filled."""
-        if self.work is not None:
-            self.work.clear()
-
     def _require(self, op: str, key: tuple[tuple[str, Any], ...]) -> None:
         """Raise unless a call is the one that this plan serves."""
         if self.key is key or self.key == key:
@@ -124,8 +118,8 @@ class _ListSizes:
     """Sizes of the work list of one kernel. No contents of the index arrays exceed them."""
 
     __slots__ = (
-        "_list_offsets", "_mask", "_scratch_offsets", "_tail", "_work", "list_bytes", "max_tiles",
-        "scratch_bytes", "ticket_bytes",
+        "_list_offsets", "_mask", "_state_offsets", "_tail", "_work", "list_bytes", "max_tiles",
+        "state_bytes", "ticket_bytes",
     )  # fmt: skip
 
     def __init__(self, cut: Cut, batch: Batch, batch_invariant: bool) -> None:
@@ -158,7 +152,7 @@ class _ListSizes:
             if cut.rows % group_size:
                 tile_queries = (cut.rows - 2) // group_size + 2
         states = max_slots * num_kv_heads * cut.rows * 4
-        # What calls read, and what they write: tickets first, which must be zero.
+        # What calls read, tickets, which they find and leave at zero, and what they write.
         self._list_offsets, self.list_bytes = _lay_out(
             max_items * _ITEM_BYTES,
             cut.num_parts * _ITEM_BYTES,
@@ -168,10 +162,8 @@ class _ListSizes:
             max_entries * tile_queries * _MASK_STEP // 8,
             mask_tiles * 8,
         )
-        self.ticket_bytes = (max_slots + 2) * num_kv_heads * 4
-        self._scratch_offsets, self.scratch_bytes = _lay_out(
-            self.ticket_bytes, states * 2, states * cut.head_dim_vo
-        )
+        _, self.ticket_bytes = _lay_out((max_slots + 2) * num_kv_heads * 4)
+        self._state_offsets, self.state_bytes = _lay_out(states * 2, states * cut.head_dim_vo)
         self._work = (max_items, max_slots, cut.num_parts, num_kv_heads)
         row_bits = cut.rows.bit_length() - 1
         self._mask = (max_entries, mask_tiles, tile_queries, row_bits) if mask_tiles else None
@@ -195,14 +187,14 @@ class _ListSizes:
             most,
         )
 
-    def pack(self, base: int, scratch: int) -> tuple[bytes, bytes]:
-        """Pack a list at two addresses, as WorkList and as TileList of kernels/common."""
+    def pack(self, base: int, tickets: int, states: int) -> tuple[bytes, bytes]:
+        """Pack a list at these addresses, as WorkList and as TileList of kernels/common."""
         *items, entries, words, tiles = (base + offset for offset in self._list_offsets)
         mask = _NO_MASK
         if self._mask is not None:
             mask = _pack_mask_tiles(entries, words, tiles, *self._mask)
-        written = (scratch + offset for offset in self._scratch_offsets)
-        packed = _pack_work_list(*items, *written, *self._work, mask)
+        written = (states + offset for offset in self._state_offsets)
+        packed = _pack_work_list(*items, tickets, *written, *self._work, mask)
         return packed, _pack_tile_list(packed, *self._tail)
 
 
@@ -216,8 +208,8 @@ def _lay_out(*sections: int) -> tuple[list[int], int]:
 class _Placement(threading.local):
     """Where this thread's plans lie; None: in memory of CuPy's allocator."""
 
-    # Gives the addresses of so many bytes of lists and of scratch.
-    place: Callable[[int, int], tuple[int, int]] | None = None
+    # Gives the addresses of so many bytes of lists, of tickets and of states.
+    place: Callable[[int, int, int], tuple[int, int, int]] | None = None
 
 
 placement = _Placement()
@@ -294,20 +286,23 @@ class WorkSizes:
         ``kind`` is what their maker wants to know them by; ``first_seen`` is ``PagedCall``'s.
         """
         list_bytes = sum(sizes.list_bytes for sizes in self._lists)
-        scratch_bytes = sum(sizes.scratch_bytes for sizes in self._lists)
+        ticket_bytes = sum(sizes.ticket_bytes for sizes in self._lists)
+        state_bytes = sum(sizes.state_bytes for sizes in self._lists)
         memory = None
         if placement.place is not None:
-            base, scratch = placement.place(list_bytes, scratch_bytes)
+            base, tickets, states = placement.place(list_bytes, ticket_bytes, state_bytes)
         else:
-            memory = _alloc(list_bytes + scratch_bytes, table.device)
-            base, scratch = memory.ptr, memory.ptr + list_bytes
-        packed, tickets = [], []
+            memory = _alloc(list_bytes + ticket_bytes + state_bytes, table.device)
+            base, tickets = memory.ptr, memory.ptr + list_bytes
+            states = tickets + ticket_bytes
+        packed = []
         for sizes in self._lists:
-            packed.append(sizes.pack(base, scratch))
-            tickets.append((scratch, sizes.ticket_bytes))
-            base, scratch = base + sizes.list_bytes, scratch + sizes.scratch_bytes
+            packed.append(sizes.pack(base, tickets, states))
+            base += sizes.list_bytes
+            tickets += sizes.ticket_bytes
+            states += sizes.state_bytes
         fills = (self._fill, self._fill_mask)
-        lists = WorkLists(fills, table, qo_indptr, mask, first_seen, memory, packed, tickets, kind)
+        lists = WorkLists(fills, table, qo_indptr, mask, first_seen, memory, packed, kind)
         lists.update()
         return lists
 
@@ -316,8 +311,8 @@ class WorkLists:
     """The work lists of a plan in device memory, and the arrays that they follow."""
 
     __slots__ = (
-        "_fill", "_fill_mask", "_first_seen", "_indptr", "_lists", "_memory", "_source", "_tickets",
-        "kind", "mask", "packed", "qo_indptr", "table",
+        "_fill", "_fill_mask", "_first_seen", "_indptr", "_lists", "_memory", "_source", "kind",
+        "mask", "packed", "qo_indptr", "table",
     )  # fmt: skip
 
     def __init__(
@@ -329,11 +324,9 @@ class WorkLists:
         first_seen: Array | None,
         memory: cp.cuda.MemoryPointer | None,
         packed: list[tuple[bytes, bytes]],
-        tickets: list[tuple[int, int]],
         kind: Any,
     ) -> None:
         self._fill, self._fill_mask = fills
-        self._tickets = tickets
         self.table, self.qo_indptr, self._memory = table, qo_indptr, memory
         self._indptr = pack_index(qo_indptr)
         self._first_seen = first_seen
@@ -349,11 +342,6 @@ class WorkLists:
             self._fill_mask(self.table.packed, self._indptr, *self._lists, self._source)
         first_seen = 0 if self._first_seen is None else self._first_seen.data.ptr
         self._fill(self.table.packed, self._indptr, *self._lists, first_seen)
-
-    def clear(self) -> None:
-        """Make scratch that ``update`` has not seen ready for a call; calls leave it so."""
-        for pointer, num_bytes in self._tickets:
-            set_bytes_to_zero(pointer, num_bytes)
 
 
 def _pack_mask(mask: Mask) -> bytes:

@@ -27,7 +27,7 @@ from cupy_backends.cuda.api.runtime import getDevice
 from jax.experimental.buffer_callback import buffer_callback
 
 from cukv._plan import Plan, placement
-from cukv._recording import recording
+from cukv._recording import recording, set_bytes_to_zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from cukv._recording import Work
 
 _MAX_REMEMBERED = 64  # sets of addresses of one call; XLA keeps 16 captures of it
+_NUM_TICKETS = 4  # of these with tickets of their own; loops over donated arrays have one or two
 _ALIGNMENT = 256  # bytes, as XLA's own allocations on a GPU have
 _HOST = -1  # device of NumPy arrays
 _DEVICE_TYPES = {1: False, 2: True}  # DLPack's: whether arrays are on a GPU
@@ -110,20 +111,19 @@ class Memory:
 
 
 class _DeviceMemory(Memory):
-    def __init__(self, scratch: _Arena, device: int) -> None:
-        self._scratch, self._device = scratch, device
+    def __init__(self, scratch: _Arena, tickets: _Arena, device: int) -> None:
+        self._scratch, self._tickets, self._device = scratch, tickets, device
 
     def plan(self, make: Callable[[], Plan], lists: Array | None) -> Plan:
         if lists is None:
-            with _placed(self._scratch, self._scratch):
+            with _placed(self._scratch, self._scratch, self._scratch):
                 return make()
-        with _placed(self._arena(lists), self._scratch), recording():  # it is filled already
-            plan = make()
-        plan._clear()
-        return plan
+        # The lists are filled already, and so the tickets must be zero.
+        with _placed(self._arena(lists), self._tickets, self._scratch), recording():
+            return make()
 
     def fill(self, make: Callable[[], Plan], lists: Array) -> None:
-        with _placed(self._arena(lists), self._scratch):
+        with _placed(self._arena(lists), self._scratch, self._scratch):
             make()
 
     def _arena(self, lists: Array) -> _Arena:
@@ -131,10 +131,14 @@ class _DeviceMemory(Memory):
 
 
 @contextmanager
-def _placed(lists: _Arena, scratch: _Arena) -> Iterator[None]:
+def _placed(lists: _Arena, tickets: _Arena, states: _Arena) -> Iterator[None]:
     """Have plans and all other arrays of this thread made in arenas."""
     outer = placement.place
-    placement.place = lambda *sizes: (lists.take(sizes[0]), scratch.take(sizes[1]))
+    placement.place = lambda *sizes: (
+        lists.take(sizes[0]),
+        tickets.take(sizes[1]),
+        states.take(sizes[2]),
+    )
     try:
         with cp.cuda.using_allocator(lists.allocate):
             yield
@@ -145,13 +149,20 @@ def _placed(lists: _Arena, scratch: _Arena) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------- devices
 
 
-def gpus() -> list[int]:
-    """Number the GPUs that JAX works on by default; none: it works on the CPU."""
+def gpus() -> dict[int, Any]:
+    """Give the GPUs that JAX works on by default, by number; none: it works on the CPU."""
     chosen = jax.config.jax_default_device
     platform = getattr(chosen, "platform", chosen) or jax.default_backend()
     if platform not in ("gpu", "cuda"):
-        return []
-    return [device.local_hardware_id for device in jax.local_devices(backend="gpu")]
+        return {}
+    return {device.local_hardware_id: device for device in jax.local_devices(backend="gpu")}
+
+
+def _zeros(num_bytes: int, device: Any) -> Any:
+    """Give zero bytes on a device of JAX, in its own memory, also while a function is traced."""
+    with jax.ensure_compile_time_eval():
+        zeros = jax.device_put(np.zeros(num_bytes, np.uint8), device)
+    return zeros.block_until_ready()
 
 
 def _rehearsed(specs: Sequence[Spec], device: int) -> list[Array]:
@@ -201,7 +212,11 @@ def _locate(buffers: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
 
 
 class _Callback:
-    """What XLA calls, with the buffers of a call: its operands, its results and its scratch."""
+    """What XLA calls, with the buffers of a call: its operands, its results and its scratch.
+
+    Tickets, by which CTAs count each other, are zero before and after a call. Those of calls with
+    the same buffers may be the same: such calls write the same results, one after another.
+    """
 
     def __init__(
         self,
@@ -217,6 +232,9 @@ class _Callback:
         self._specs = [Spec.of(x) for x in (*leaves, *outputs)]
         self._recorded: dict[tuple[int, tuple[int, ...]], list[Work]] = {}
         self.scratch_bytes = 0
+        # Of each device: bytes of the tickets of one set of buffers, and those that are free.
+        self._tickets: dict[int, tuple[int, Iterator[int]]] = {}
+        self._zeros: list[Any] = []  # where they are
 
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
         device, pointers = _locate((*operands, *results))
@@ -232,13 +250,18 @@ class _Callback:
             with cp.cuda.Device(device):
                 _repeat(recorded, context)
 
-    def rehearse(self, device: int) -> int:
-        """Check the call and load its kernels: bytes of scratch that it needs."""
+    def rehearse(self, device: int, of_jax: Any) -> None:
+        """Check the call, load its kernels, and see to the memory that it needs."""
         arrays = _rehearsed(self._specs, device)
-        scratch = _Arena(_NOWHERE << 1, None, device)
+        scratch, tickets = (_Arena(_NOWHERE << n, None, device) for n in (1, 2))
         with cp.cuda.Device(device), recording():
-            self._on_device(arrays, scratch, device)
-        return scratch.used
+            self._on_device(arrays, scratch, tickets, device)
+        self.scratch_bytes = max(self.scratch_bytes, scratch.used + tickets.used)
+        if size := tickets.used:
+            zeros = _zeros(_NUM_TICKETS * size, of_jax)
+            first = zeros.unsafe_buffer_pointer()
+            self._zeros.append(zeros)
+            self._tickets[device] = size, iter(range(first, first + zeros.nbytes, size))
 
     def _on_host(self, pointers: Sequence[int]) -> None:
         arrays = [spec.on_host(p) for spec, p in zip(self._specs, pointers, strict=False)]
@@ -251,15 +274,28 @@ class _Callback:
         arrays = [spec.on_device(p, device) for spec, p in zip(self._specs, pointers, strict=False)]
         scratch = _Arena(pointers[-1], self.scratch_bytes, device)
         with cp.cuda.Device(device), recording() as recorded:
-            self._on_device(arrays, scratch, device)
+            tickets = self._ticket(device, scratch)
+            self._on_device(arrays, scratch, tickets, device)
         if len(self._recorded) >= _MAX_REMEMBERED:
             self._recorded.clear()
         self._recorded[device, pointers] = recorded
         return recorded
 
-    def _on_device(self, arrays: list[Array], scratch: _Arena, device: int) -> None:
+    def _ticket(self, device: int, scratch: _Arena) -> _Arena:
+        """Give zero bytes for tickets, which are not given again: a graph may be using them."""
+        size, free = self._tickets.get(device, (0, iter(())))
+        pointer = next(free, None)
+        if pointer is None:
+            pointer = scratch.take(size)
+            if size:
+                set_bytes_to_zero(pointer, size)
+        return _Arena(pointer, size, device)
+
+    def _on_device(
+        self, arrays: list[Array], scratch: _Arena, tickets: _Arena, device: int
+    ) -> None:
         with cp.cuda.using_allocator(scratch.allocate):
-            self._do(_DeviceMemory(scratch, device), arrays)
+            self._do(_DeviceMemory(scratch, tickets, device), arrays)
 
     def _do(self, memory: Memory, arrays: list[Array]) -> None:
         operands, results = arrays[: self._num_operands], arrays[self._num_operands :]
@@ -304,7 +340,8 @@ def call(
     args = jax.tree.unflatten(structure, leaves)
     aliases = aliases or {}
     callback = _Callback(work, args, results, aliases)
-    callback.scratch_bytes = max((callback.rehearse(device) for device in gpus()), default=0)
+    for device, of_jax in gpus().items():
+        callback.rehearse(device, of_jax)
     specs, structure = jax.tree.flatten(results)
     shapes = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
     if callback.scratch_bytes:
@@ -327,7 +364,7 @@ def plan_key(make: Callable[..., Plan], *args: Any) -> tuple[str, tuple[tuple[st
     for device in gpus():
         arrays = jax.tree.unflatten(structure, _rehearsed(specs, device))
         lists, scratch = (_Arena(_NOWHERE << n, None, device) for n in (1, 2))
-        with cp.cuda.Device(device), recording(), _placed(lists, scratch):
+        with cp.cuda.Device(device), recording(), _placed(lists, scratch, scratch):
             plan = make(*arrays)
         sizes.append(lists.used)
     if len(sizes) == 1:
