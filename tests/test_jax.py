@@ -521,7 +521,7 @@ def test_rows_from_streams_of_cupy_are_waited_for_and_so_are_ours(place):
             del written, its_rows  # of the cache too: a view would turn donation into a copy
             done = stream.record()
         ours.wait_event(done)
-    assert int(stale) == 0
+    assert int(stale.get(stream=readers)) == 0
 
 
 @pytest.mark.gpu
