@@ -17,7 +17,15 @@ from cases import MLACase, PagedCase, random_rows
 from tolerances import ATTENTION, LSE, MERGE, assert_close, assert_same_bits, max_abs
 
 import cukv
-from cukv import _arrays, _kernels, _recording, flashinfer
+from cukv import (
+    _arrays,
+    _kernels,
+    _latent_attention,
+    _paged_attention,
+    _recording,
+    _tensor_maps,
+    flashinfer,
+)
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs memory too
 os.environ["XLA_FLAGS"] = (
@@ -315,6 +323,10 @@ def test_a_plan_for_another_call_raises_when_the_call_is_traced(place, rng):
         cj.prefill(ragged, *there, plan=plan)
     with pytest.raises(TypeError, match=r"plan must be a cukv.jax.Plan"):
         cj.decode(q, *there, plan=7)
+    rows, cache, levels = in_jax(cascade_of(rng))
+    for option in ({"batch_invariant": True}, {"custom_mask": there}):
+        with pytest.raises(TypeError, match=next(iter(option))):
+            cj.plan(rows, cache, levels, **option)
 
 
 # FlashInfer's scripts
@@ -573,7 +585,7 @@ class Launch:
 class Device:
     """A GPU as far as tracing asks: its properties."""
 
-    compute_capability = "80"
+    compute_capability = None  # "80" or "90"
     attributes = types.MappingProxyType(
         {
             "MultiProcessorCount": 108,
@@ -592,11 +604,14 @@ class Device:
         pass
 
 
-@pytest.fixture
-def launched(place, monkeypatch):
+@pytest.fixture(params=["80", "90"], ids="sm_{}".format)
+def launched(place, monkeypatch, request):
     """Have calls on JAX for the CPU take it for a GPU: give the list of what they launch."""
     found = []
-    kinds = (_kernels.arch_of, _kernels.num_sms, _kernels.smem_limits)
+    kinds = (
+        *(_kernels.arch_of, _kernels.num_sms, _kernels.smem_limits),
+        *(module._kinds_of for module in (_paged_attention, _latent_attention)),
+    )
     for known in kinds:
         known.cache_clear()
     monkeypatch.setattr(_kernels, "_loaded", {})
@@ -605,7 +620,9 @@ def launched(place, monkeypatch):
     monkeypatch.setattr(
         _recording, "_memset", lambda pointer, size, stream: found.append(("memset", pointer))
     )
+    monkeypatch.setattr(Device, "compute_capability", request.param)
     monkeypatch.setattr(cp.cuda, "Device", Device)
+    monkeypatch.setattr(_tensor_maps, "_cu_tensor_map_encode_tiled", lambda: lambda *_: 0)
     monkeypatch.setattr(cp.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(_xla, "getDevice", lambda: 0)
     monkeypatch.setattr(_xla, "gpus", lambda: {0: place[0]})
@@ -652,7 +669,7 @@ def test_other_operations_on_a_gpu_launch_what_the_nouns_launch(launched, rng):
     ragged = cukv.RaggedTensor(case.queries(rng, 47, 8), qo_indptr)
     shapes = zip(np.diff(qo_indptr), case.kv_lens, strict=True)
     mask = cukv.RaggedMask.from_list([rng.random(shape) < 0.5 for shape in shapes])
-    attention = {"decode", "prefill_sm80"}
+    attention = {"decode", f"prefill_sm{cp.cuda.Device.compute_capability}"}
     for each in (None, mask, mask.pack()):
         jax.block_until_ready(jax.jit(cj.prefill)(in_jax(ragged), *there, custom_mask=in_jax(each)))
         planned = ["plan"] if each is None else ["mask_tiles", "plan"]
