@@ -282,6 +282,27 @@ def test_a_loop_appends_and_decodes_in_place(place, rng):
     same(final.data, cache.data)
 
 
+@pytest.mark.parametrize("place", on_both, indirect=True)
+def test_empty_batches_change_nothing(place, rng):
+    case = PagedCase((), page_size=4, num_kv_heads=2, head_dim=16)
+    cache = cukv.PagedKVCache(random_rows(rng, (3, 2, 4, 2, 16), "float16"))
+    there, table = in_jax((cache, case.nouns(case.arrays(rng))[1]))
+    q, rows = (jnp.zeros((0, heads, 16), "float16") for heads in (4, 2))
+
+    @jax.jit
+    def step(cache, q, rows, table):
+        plan = cj.plan(q, cache, table)
+        for _ in range(4):  # enough for a command buffer, were there anything to capture
+            cache = cj.append(cache, rows, rows, table)
+            q = cj.decode(q, cache, table, plan=plan)
+        return cache, q, cj.gather(cache, table, nnz=0)
+
+    got, o, gathered = step(there, q, rows, table)
+    same(got.data, cache.data)
+    assert o.shape == (0, 4, 16)
+    assert [x.data.shape for x in gathered] == [(0, 2, 16)] * 2
+
+
 # Plans
 
 
@@ -660,6 +681,9 @@ def test_a_step_on_a_gpu_plans_once_and_launches_what_the_nouns_launch(launched,
     assert names(launched) == ["plan", "decode"]
     jax.block_until_ready(jax.jit(cj.gather)(there, its_table))
     assert names(launched) == ["token_indptr", "gather", "gather"]
+    empty, indptr = jnp.zeros((0, 2, 64), "float16"), jnp.zeros(5, "int32")
+    jax.block_until_ready(jax.jit(cj.append)(there, empty, empty, its_table, indptr=indptr))
+    assert names(launched) == []
 
 
 def test_other_operations_on_a_gpu_launch_what_the_nouns_launch(launched, rng):

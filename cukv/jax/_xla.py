@@ -232,6 +232,7 @@ class _Callback:
         self._specs = [Spec.of(x) for x in (*leaves, *outputs)]
         self._recorded: dict[tuple[int, tuple[int, ...]], list[Work]] = {}
         self.scratch_bytes = 0
+        self.launches = False  # shapes decide whether a call does anything
         # Of each device: bytes of the tickets of one set of buffers, and those that are free.
         self._tickets: dict[int, tuple[int, Iterator[int]]] = {}
         self._zeros: list[Any] = []  # where they are
@@ -254,8 +255,9 @@ class _Callback:
         """Check the call, load its kernels, and see to the memory that it needs."""
         arrays = _rehearsed(self._specs, device)
         scratch, tickets = (_Arena(_NOWHERE << n, None, device) for n in (1, 2))
-        with cp.cuda.Device(device), recording():
+        with cp.cuda.Device(device), recording() as recorded:
             self._on_device(arrays, scratch, tickets, device)
+        self.launches |= bool(recorded)
         self.scratch_bytes = max(self.scratch_bytes, scratch.used + tickets.used)
         if size := tickets.used:
             zeros = _zeros(_NUM_TICKETS * size, of_jax)
@@ -347,7 +349,10 @@ def call(
     if callback.scratch_bytes:
         shapes.append(jax.ShapeDtypeStruct((callback.scratch_bytes,), np.uint8))
     launch = buffer_callback(
-        callback, shapes, input_output_aliases=aliases, command_buffer_compatible=True
+        callback,
+        shapes,
+        input_output_aliases=aliases,
+        command_buffer_compatible=callback.launches,  # XLA refuses to capture nothing
     )
     found = _inference(op, launch)(*leaves)[: len(specs)]
     # Inside shard_map a result differs among the devices that an argument differs among.
