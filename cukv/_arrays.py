@@ -105,12 +105,14 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
         return x
     if isinstance(x, (list, tuple)) and like is not None:
         return to_home(np.asarray(x), like)
+    of_jax = ", or call the function of cukv.jax" if _is_of_jax(x) else ""
     if not hasattr(x, "__dlpack_device__"):
-        raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {type(x)}")
+        kind = type(x)
+        raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {kind}{of_jax}")
     if x.__dlpack_device__()[0] not in _CUDA_DEVICES:
         raise TypeError(
             f"{op}: {name} is a {type(x).__name__} in CPU memory; pass numpy.from_dlpack({name}) "
-            "to work on it in NumPy, or move it to the GPU"
+            f"to work on it in NumPy, or move it to the GPU{of_jax}"
         )
     return _from_dlpack(x)[0]
 
@@ -160,11 +162,16 @@ def read_only_reason(x: Any) -> str | None:
         return None
     if isinstance(x, np.ndarray):
         return None if x.flags.writeable else "a read-only NumPy array"
-    if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
+    if _is_of_jax(x):
         return "a jax.Array, which is immutable: use the function of the same name in cukv.jax"
     if hasattr(x, "__dlpack_device__") and _from_dlpack(x)[1]:
         return "exported read-only by its producer"
     return None
+
+
+def _is_of_jax(x: Any) -> bool:
+    """Tell whether ``x`` is a jax.Array or a tracer, without importing JAX."""
+    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 class _Importer:

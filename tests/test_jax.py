@@ -106,6 +106,30 @@ def test_nouns_are_pytrees_and_come_back_as_they_were(place, rng):
         cj.noun(cukv.PageTable, table.indptr)
 
 
+def test_nouns_of_jax_arrays_show_their_structure_and_name_the_functions(place, rng):
+    cache, table, there, its_table = made(CASE, rng)
+    assert repr(there) == repr(cache).replace(", device=numpy", "")
+    assert repr(its_table) == repr(table).replace(", device=numpy", "")
+    assert there._repr_html_() is None
+    rows = in_jax(CASE.queries(rng, 4, 8))
+    shown = []
+
+    def inside(cache, rows):
+        shown.append(repr(cache))
+        with pytest.raises(TypeError, match=r"append: k .* cukv.jax"):
+            cache.append(rows, rows, table)
+        return cj.append(cache, rows, rows, table)
+
+    for function in (inside, jax.jit(inside)):
+        function(there, rows)
+    assert shown == [repr(there)] * 2
+    for name in ("batch_size", "seq_lens", "packed"):
+        with pytest.raises(AttributeError, match=r"PageTable: over arrays of JAX .* cukv.jax"):
+            getattr(its_table, name)
+    with pytest.raises(AttributeError, match="'PageTable' object has no attribute 'no_such'"):
+        table.no_such  # noqa: B018
+
+
 # Functions
 
 

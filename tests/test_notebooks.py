@@ -24,7 +24,7 @@ for number, source in enumerate(json.load(sys.stdin)):
     exec(compile(tree, f"code cell {number}", "exec"), scope)
     if last is not None:
         value = eval(compile(last, f"code cell {number}", "eval"), scope)
-        shown = getattr(value, "_repr_html_", lambda: "")()
+        shown = getattr(value, "_repr_html_", lambda: "")() or ""
         print(number, type(value).__name__, len(shown))
 print("home:", scope["xp"].__name__)
 """

@@ -6,9 +6,10 @@ into the other. Such a noun is a bundle of arrays for the functions here, which 
 it has no methods of its own.
 
 On JAX for a GPU the functions launch cukv's kernels on XLA's stream. They copy nothing, allocate
-nothing that XLA does not know of, and are captured into XLA's command buffers. Shapes, dtypes and
-options are checked when a function is traced. On JAX for the CPU they run the NumPy definitions, so
-that a model can be tested on a laptop; values are checked too then, when the function runs.
+nothing that XLA does not know of, and are captured into XLA's command buffers (CUDA graphs), where
+XLA makes one: of five operations in a row or more. Shapes, dtypes and options are checked when a
+function is traced. On JAX for the CPU they run the NumPy definitions, so that a model can be tested
+on a laptop; values are checked too then, when the function runs.
 
 - **In place.** ``append`` gives the cache back. Donate the cache (``donate_argnums``) and its
   memory is the result's. Whatever else holds that memory, as a CuPy, torch or NumPy view of it

@@ -38,7 +38,7 @@ class Plan:
     gives unspecified values.
     """
 
-    lists: Array  # [bytes] uint8; none on the CPU
+    lists: Array  # [bytes] uint8, of which the CPU needs none
     op: str
     key: tuple[tuple[str, Any], ...]
     batch_invariant: bool
@@ -142,7 +142,32 @@ def decode(
 ) -> Any:
     """Attend from one row per request; as ``PagedKVCache.decode``.
 
-    Here and below scales and sinks may be traced; the other options are static.
+    Parameters
+    ----------
+    q : [batch_size, num_qo_heads, head_dim]
+        One row of each request.
+    cache, table
+        Nouns of JAX arrays.
+    sinks, q_scale, k_scale, v_scale
+        As there; arrays may be traced.
+    sm_scale, window_left, logits_soft_cap
+        As there, static.
+    plan : Plan
+        Made by ``plan`` from the same shapes, options and contents; one of its own by default.
+    return_lse : bool
+        Give the log-sum-exp too.
+
+    Returns
+    -------
+    o : [batch_size, num_qo_heads, head_dim_vo], dtype of q; bfloat16 for fp8
+    lse : [batch_size, num_qo_heads] float32, base 2
+        With ``return_lse``.
+
+    Raises
+    ------
+    NotImplementedError, TypeError, ValueError
+        When the call is traced: what ``PagedKVCache.decode`` cannot take; a plan for another call;
+        ``vmap`` and derivatives.
     """
     return _attend(
         _Call(
@@ -181,7 +206,12 @@ def prefill(
     plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend from any number of rows per request; as ``PagedKVCache.prefill``."""
+    """Attend from any number of rows per request; as ``PagedKVCache.prefill``.
+
+    q is a RaggedTensor ``[nnz, num_qo_heads, head_dim]``, o has its rows in that order, and lse is
+    ``[nnz, num_qo_heads]``. ``causal`` is static; a mask may be traced. The rest is as in
+    ``decode``.
+    """
     return _attend(
         _Call(
             "prefill",
@@ -219,7 +249,10 @@ def ragged_prefill(
     plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend from packed rows to packed keys and values; as ``RaggedTensor.prefill``."""
+    """Attend from packed rows to packed keys and values; as ``RaggedTensor.prefill``.
+
+    k and v are RaggedTensors ``[nnz_kv, num_kv_heads, dim]``. The rest is as in ``prefill``.
+    """
     return _attend(
         _Call(
             "ragged_prefill",
@@ -254,7 +287,12 @@ def mla_decode(
     plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend in the absorbed form; as ``MLAPagedCache.decode``."""
+    """Attend in the absorbed form; as ``MLAPagedCache.decode``.
+
+    q_nope is ``[rows, num_heads, head_dim_ckv]``, q_pe ``[rows, num_heads, head_dim_kpe]``, one row
+    per request or as ``qo_indptr`` says; o is shaped as q_nope, lse ``[rows, num_heads]``. The rest
+    is as in ``decode``.
+    """
     return _attend(
         _Call(
             "mla_decode",
@@ -290,7 +328,11 @@ def cascade(
     plan: Plan | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend to the keys of all levels; as ``CascadeLevels.attend``."""
+    """Attend to the keys of all levels; as ``CascadeLevels.attend``.
+
+    q is ``[nnz, num_qo_heads, head_dim]`` or a RaggedTensor, in its own order: ``row_order`` of the
+    levels is applied to it, and taken back from o and lse. The rest is as in ``prefill``.
+    """
     rows, levels, as_given = _in_order(q, levels)
     found = _attend(
         _Call(
@@ -313,7 +355,11 @@ def cascade(
 
 
 def merge_states(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Combine the states of k disjoint sets of keys, ``o [n, k, heads, head_dim]``; base-2 lse."""
+    """Combine the states of k disjoint sets of keys; as the nouns' ``merge_states``.
+
+    From ``o [n, k, num_heads, head_dim]`` and ``lse [n, k, num_heads]`` float32, base 2, it gives
+    ``o [n, num_heads, head_dim]`` and ``lse [n, num_heads]``.
+    """
 
     def merge(memory: Memory, results: Any, o: Array, lse: Array) -> None:
         _merge.merge_states(o, lse, out=results)

@@ -33,9 +33,11 @@ def append(
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
 ) -> PagedKVCache:
-    """Give the cache with new rows written; ``PagedKVCache.append`` describes the arguments.
+    """Give the cache with new rows written; as ``PagedKVCache.append``.
 
-    Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory is the result's then.
+    k and v are ``[nnz, num_kv_heads, dim]``, of any dtype that a cache can have. Scales may be
+    traced. Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory is the result's
+    then, and only the new rows are written.
     """
     where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
@@ -55,7 +57,10 @@ def mla_append(
     ckv_scale: Any = 1.0,
     kpe_scale: Any = 1.0,
 ) -> MLAPagedCache:
-    """Give the cache with new latent rows written, as ``append`` does."""
+    """Give the cache with new latent rows written; as ``MLAPagedCache.append``.
+
+    ckv and kpe are ``[nnz, dim]`` or ``[nnz, 1, dim]``. The rest is as in ``append``.
+    """
     where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
     scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
     written: MLAPagedCache = _appended("mla_append", cache, (ckv, kpe, table), where, scales)
@@ -95,8 +100,9 @@ def gather(
 ) -> tuple[RaggedTensor, RaggedTensor]:
     """Copy the tokens of every request out of its pages; as ``PagedKVCache.gather``.
 
-    The row axis is ``nnz`` long, ``len(table.indices) * table.page_size`` by default; offsets are
-    int32.
+    Keys and values are RaggedTensors ``[nnz, num_kv_heads, dim]`` with int32 offsets; ``nnz`` is
+    static, ``len(table.indices) * table.page_size`` by default. With a ``dtype`` they are converted
+    and multiplied by the scales.
     """
     op = "PagedKVCache.gather"
     parts = cache.data if isinstance(cache.data, tuple) else (cache.data, cache.data)
