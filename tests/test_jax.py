@@ -737,6 +737,33 @@ def test_other_operations_on_a_gpu_launch_what_the_nouns_launch(launched, rng):
     q, q_pe = (jnp.zeros((2, 4, n), "float16") for n in (512, 64))
     jax.block_until_ready(cj.mla_decode(q, q_pe, latent, its_table, sm_scale=0.1))
     assert names(launched) == ["plan", "mla_decode"]
+    latent = jax.jit(cj.mla_append)(latent, q[:, 0], q_pe[:, :1], its_table)
+    options = {"qo_indptr": jnp.asarray([0, 1, 2]), "causal": True}
+    plan = cj.plan(q, latent, its_table, **options)
+    jax.block_until_ready(
+        cj.mla_decode(q, q_pe, latent, its_table, sm_scale=0.1, plan=plan, **options)
+    )
+    assert names(launched) == ["append", "plan", "mla_decode"]
+    jax.block_until_ready(cj.merge_states(q[None], jnp.zeros((1, 2, 4))))
+    jax.block_until_ready(cj.packbits(q > 0))
+    assert names(launched) == ["merge_states", "packbits"]
+
+
+def test_fp8_caches_on_a_gpu_launch_what_the_nouns_launch(launched, rng):
+    case = PagedCase(
+        (45, 7), page_size=16, num_kv_heads=2, head_dim=64, dtype="float8_e4m3fn", form="pair",
+        layout="HND",
+    )  # fmt: skip
+    _, _, there, its_table = made(case, rng)
+    q, rows = (jnp.zeros((2, heads, 64), "bfloat16") for heads in (4, 2))
+    scale, sinks = jnp.full(1, 0.5), jnp.zeros(4)
+    there = jax.jit(cj.append)(there, rows, rows, its_table, k_scale=scale, v_scale=scale)
+    decode = jax.jit(functools.partial(cj.decode, v_scale=2.0, logits_soft_cap=30.0))
+    o = decode(q, there, its_table, k_scale=scale, sinks=sinks)
+    assert o.dtype == q.dtype
+    k, _ = jax.jit(functools.partial(cj.gather, dtype="float16"))(there, its_table, v_scale=scale)
+    jax.block_until_ready(k.data)
+    assert names(launched) == ["append", "plan", "decode", "token_indptr", "gather", "gather"]
 
 
 def test_calls_with_the_same_buffers_prepare_nothing_again(launched, rng, monkeypatch):
