@@ -563,7 +563,7 @@ def test_rows_from_streams_of_cupy_are_waited_for_and_so_are_ours(place):
     table = in_jax(cukv.PageTable.from_seq_lens([1], 16, xp=np))
     cache = cj.noun(cukv.PagedKVCache, jnp.zeros((1, 2, 16, 2, 8), "float16"))
     append = jax.jit(cj.append, donate_argnums=0)
-    slow = cp.empty(1 << 26, np.uint8)  # bytes, which take 20 us or more to set
+    slow = cp.empty(1 << 30, np.uint8)  # bytes: to set them takes longer than to queue the rest
     rows, stale = cp.zeros((1, 2, 8), np.float16), cp.zeros((), np.int64)
     cp.cuda.Device().synchronize()
     for i in range(1, 1001):
@@ -587,12 +587,12 @@ def test_rows_that_jax_has_not_finished_are_waited_for(place):
     stream = cp.cuda.Stream(non_blocking=True)
     table = cukv.PageTable.from_seq_lens([1], 16)
     cache = cukv.PagedKVCache(cp.zeros((1, 2, 16, 2, 8), np.float16))
-    slow, stale = jnp.ones((1024, 1024), "float16"), cp.zeros((), np.int64)
+    slow, stale = jnp.ones((4096, 4096), "float16"), cp.zeros((), np.int64)
     cp.cuda.Device().synchronize()
 
     @jax.jit
     def produce(i, slow):
-        slow = slow @ slow @ slow  # of 1024^9 in float16: infinite
+        slow = slow @ slow @ slow  # infinite, and takes longer than to queue the rest
         return jnp.where(slow[0, 0] > 0, jnp.full((1, 2, 8), i, "float16"), 0)
 
     for i in range(1, 1001):
