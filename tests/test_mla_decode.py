@@ -403,7 +403,8 @@ def test_what_there_is_no_kernel_for_is_named(xp):
         ((512, 64), "float32", "there are .*bfloat16 with bfloat16"),
     ):
         cache = MLAPagedCache(tuple(fake_cupy((3, 16, n), dtype) for n in shape))
-        q = [fake_cupy((2, 4, n), "float16" if dtype == "float8_e5m2" else dtype) for n in shape]
+        kind = dtype if dtype == "bfloat16" else "float16"
+        q = [fake_cupy((2, 4, n), kind) for n in shape]
         for call in (
             lambda cache=cache, q=q: cache.decode(*q, table, sm_scale=0.1),
             lambda cache=cache, q=q: cache.plan(q[0], table),
