@@ -170,7 +170,9 @@ struct Team {
         // Asked early, needed by the next step.
         k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
         v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
-        look_up();
+        if (k_here) {
+            look_up();
+        }
         state.pack();
     }
 
