@@ -12,7 +12,8 @@ from timing import CLOCK, Measure, measure_ceilings
 
 from cukv._arrays import is_available
 
-ROWS = pytest.StashKey()
+REHEARSAL = "none: rehearsed in NumPy, nothing was timed"
+ROWS, CEILINGS = pytest.StashKey(), pytest.StashKey()
 _COLUMNS = {"gbs": "GB/s", "of_copy": "of copy", "tflops": "TFLOP/s", "of_matmul": "of matmul"}
 
 
@@ -43,9 +44,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def ceilings():
+def ceilings(pytestconfig):
     """Measure what the card does at most, once."""
-    return measure_ceilings()
+    pytestconfig.stash[CEILINGS] = found = measure_ceilings()
+    return found
 
 
 @pytest.fixture
@@ -80,8 +82,16 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     """Say which GPU it was, with which driver and CUDA; and not which computer."""
     machine_info.pop("node", None)
     machine_info.get("cpu", {}).pop("flags", None)
-    rehearsed = {"device": "NumPy: a rehearsal, nothing was timed"}
-    machine_info["gpu"] = rehearsed if config.option.rehearse else machine()
+    if config.option.rehearse:
+        machine_info["gpu"] = {"device": REHEARSAL}
+    elif is_available():
+        machine_info["gpu"] = machine()
+
+
+def pytest_benchmark_update_json(config, output_json):
+    """Say what the card was measured to do at most: bytes and FLOP per second."""
+    if CEILINGS in config.stash:
+        output_json["ceilings"] = config.stash[CEILINGS]._asdict()
 
 
 def pytest_terminal_summary(terminalreporter, config):

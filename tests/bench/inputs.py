@@ -7,6 +7,7 @@ every call runs the definition.
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -76,9 +77,9 @@ class Shape:
         )
 
 
-def shapes(*each: Shape) -> Any:
-    """Parametrize a benchmark by shapes."""
-    return pytest.mark.parametrize("shape", each, ids=str, indirect=True)
+def shapes(*each: Shape, name: Callable[[Shape], str] = str) -> Any:
+    """Parametrize a benchmark by shapes, under ids that ``name`` gives."""
+    return pytest.mark.parametrize("shape", each, ids=name, indirect=True)
 
 
 def growth(base: Shape, **axes: tuple[Any, ...]) -> Any:
@@ -145,9 +146,11 @@ def empty(*shape: int, dtype: Any = "bfloat16") -> Any:
 
 def truth_values(size: int, seed: int) -> Any:
     """Make booleans, half of them True."""
-    xp = HOME.xp
-    some = np.random.default_rng(seed).random(min(size, 1 << 20)) < 0.5
-    return xp.resize(xp.asarray(some), size)
+    some = HOME.xp.asarray(np.random.default_rng(seed).random(min(size, 1 << 20)) < 0.5)
+    out = HOME.xp.empty(size, bool)
+    for start in range(0, size, some.size):
+        out[start : start + some.size] = some[: size - start]
+    return out
 
 
 def offsets(lens: Any) -> Any:

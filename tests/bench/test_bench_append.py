@@ -7,7 +7,14 @@ from works import append, append_mla
 pytestmark = pytest.mark.gpu
 
 PROMPTS, STEP = Shape(qo_len=1024), Shape(256, kv_len=64)
+LATENT_STEP = Shape(256, 64, num_kv_heads=1, head_dim=576, page_size=64)
 LATENT = Shape(qo_len=1024, num_kv_heads=1, head_dim=576, page_size=64)
+
+
+def rows(shape):
+    """Name a shape by what is appended where."""
+    dtype = "" if shape.dtype == "bfloat16" else f"_{shape.dtype}"
+    return f"{shape.layout}_b{shape.batch_size}_n{shape.qo_len}{dtype}"
 
 
 # Whole prompts and one token each, both layouts; values that are rounded to fp8 on their way.
@@ -17,12 +24,13 @@ LATENT = Shape(qo_len=1024, num_kv_heads=1, head_dim=576, page_size=64)
     Shape(qo_len=1024, dtype="float8_e4m3fn"),
     STEP,
     Shape(256, kv_len=64, layout="HND"),
+    name=rows,
 )
 def test_append(measure, shape):
     measure(append(shape), shape)
 
 
-@shapes(LATENT, Shape(256, 64, num_kv_heads=1, head_dim=576, page_size=64))
+@shapes(LATENT, LATENT_STEP, name=rows)
 def test_append_mla(measure, shape):
     measure(append_mla(shape), shape)
 

@@ -64,7 +64,7 @@ def test_segment_packbits(benchmark):
 
 
 def test_prefixes_of_4096_requests_of_1000_pages(benchmark):
-    lists, lens = common_prompt(Shape(4096, 16000), 8000)
+    lists, _ = common_prompt(Shape(4096, 16000), 8000)
     ids = np.concatenate(lists).astype(np.int32)
     indptr = np.arange(4097, dtype=np.int32) * 1000
     table = PageTable(indptr, ids, np.full(4096, 16, np.int32), 16)

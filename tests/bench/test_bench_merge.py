@@ -14,6 +14,11 @@ pytestmark = pytest.mark.gpu
 ROWS = Shape(16384, qo_len=4)
 
 
+def sizes(shape):
+    """Name a shape by rows, states, heads and dimension."""
+    return f"{shape.batch_size}x{shape.qo_len}x{shape.num_qo_heads}x{shape.head_dim}"
+
+
 def merging(shape, function=None):
     """Merge the states of every row and head."""
     rows, k, heads = shape.batch_size, shape.qo_len, shape.num_qo_heads
@@ -34,12 +39,12 @@ def merging(shape, function=None):
     return Work([lambda s=s: call(*s) for s in sets], nbytes, check=check)
 
 
-@shapes(ROWS, Shape(64, qo_len=8))
+@shapes(ROWS, Shape(64, qo_len=8), name=sizes)
 def test_merge_states(measure, shape):
     measure(merging(shape), shape)
 
 
-@shapes(Shape(16384, qo_len=2))
+@shapes(Shape(16384, qo_len=2), name=sizes)
 def test_merge_state(measure, shape):
     def two(o, lse):
         return merge_state(o[:, 0], lse[:, 0], o[:, 1], lse[:, 1])

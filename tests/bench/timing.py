@@ -62,6 +62,7 @@ def rotations(num_calls: int, seconds: float) -> int:
     2 ms of work make the ends of a replay count for nothing, unless that is too many calls; and 32
     calls are enough for a median, unless they take long.
     """
+    seconds = max(seconds, 1e-7)  # events may not tell less from nothing
     calls = max(_SHORT / seconds, min(_CALLS, _LONG / seconds))
     return max(1, round(min(calls, _MAX_CALLS) / num_calls))
 

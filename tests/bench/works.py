@@ -52,7 +52,7 @@ def some(count: int) -> list[int]:
 
 
 def attended(q: Any, k: Any, v: Any, sm_scale: float) -> Any:
-    """Give the output of query heads [heads, dim] over keys [n, dim] of one KV head that they see."""
+    """Give the output of query heads [heads, dim] over the keys [n, dim] that they all see."""
     seen = np.ones((1, len(k)), bool)
     o, _ = reference.attend(q[None], k[:, None], v[:, None], seen, sm_scale=sm_scale)
     return o[0]
