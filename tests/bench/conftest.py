@@ -6,7 +6,7 @@ in NumPy, at small sizes and without timing: what can be tested where there is n
 
 import numpy as np
 import pytest
-from gpu_record import machine
+from gpu_record import digest, machine
 from inputs import HOME
 from timing import CLOCK, Measure, measure_ceilings
 
@@ -38,6 +38,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "_grows" in item.name)  # last: a run cut short has all the rest
     for item in items:
         if "measure" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.benchmark(timer=CLOCK))
@@ -89,9 +90,10 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 
 def pytest_benchmark_update_json(config, output_json):
-    """Say what the card was measured to do at most: bytes and FLOP per second."""
-    if CEILINGS in config.stash:
-        output_json["ceilings"] = config.stash[CEILINGS]._asdict()
+    """Say what the card was measured to do at most, per second, and which sources were timed."""
+    ceilings = config.stash.get(CEILINGS, None)
+    output_json["ceilings"] = ceilings and ceilings._asdict()
+    output_json["digest"] = digest()
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -206,6 +206,9 @@ class Measure:
         The benchmark's statistics are the first one's, which is called ``this``.
         """
         info = self._benchmark.extra_info
+        if shape is not None:
+            self._benchmark.params = shape.info()  # plain values, as JSON has
+            info["shape"] = str(shape)
         replays = {"this": checked_replay(work)}
         replays |= {name: checked_replay(other) for name, other in beside.items()}
         samples: dict[str, list[float]] = {name: [] for name in replays}
@@ -217,9 +220,6 @@ class Measure:
 
         self._benchmark.pedantic(turn, rounds=ROUNDS, warmup_rounds=1)
         took = {name: statistics.median(found) for name, found in samples.items()}
-        if shape is not None:
-            self._benchmark.params = shape.info()  # plain values, as JSON has
-            info["shape"] = str(shape)
         info |= rates(work, took["this"], self._ceilings)
         info |= {"sets": len(work.calls), "graph_calls": replays["this"].num_calls, **work.info}
         info |= {f"{name}_us": 1e6 * t for name, t in took.items() if name != "this"}
