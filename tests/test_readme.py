@@ -77,16 +77,15 @@ def test_the_tables_of_the_readme_are_those_of_the_record():
 
 def test_a_table_says_what_was_measured_where():
     text = speed(condensed(bench(), []))
-    assert text.startswith("One NVIDIA H200, driver 580.1, CUDA 13.0, clocks as found, 2027-01-02.")
-    assert "a copy of device memory, 4.41 TB/s, or a product of matrices, 734 TFLOP/s." in words(
-        text
-    )
+    said = words(text)
+    assert said.startswith("One NVIDIA H200, driver 580.1, CUDA 13.0, clocks as found, 2027-01-02.")
+    assert "a copy of device memory, 4.41 TB/s, or a product of matrices, 734 TFLOP/s." in said
     cells = line(text, "| `decode`")
     assert cells[0] == "`decode`"
     assert cells[1].startswith("64 x 8192 keys")
     assert cells[2:] == ["487.7 us", "4.40 TB/s", "100% of a copy"]
     assert line(text, "| `prefill`")[2:] == ["1200 us", "612 TFLOP/s", "83% of a matmul"]
-    assert "`decode` 21.4 us (3.46 us with a plan made before)." in words(text)
+    assert "`decode` 21.4 us (3.46 us with a plan made before)." in said
     assert "FlashInfer" not in text
     assert "test_" not in text
 
