@@ -2,13 +2,16 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import readme
 from gpu_record import digest
 from readme import GENERATIONS, condensed, kernels_of, microseconds, rewritten, speed
+from test_notebooks import RUN, cells
 
 from cukv._arrays import BFLOAT16, FLOAT8_E4M3
 
@@ -30,8 +33,10 @@ def benchmark(name, seconds, **info):
 
 def bench():
     """What a run on a GPU leaves behind."""
-    decode = {"gbs": 4401.23456, "of_copy": 0.9971, "tflops": 8.8, "of_matmul": 0.012}
-    prefill = {"gbs": 300.0, "of_copy": 0.07, "tflops": 612.4, "of_matmul": 0.834}
+    decode = {"bytes": 2_148_532_224, "gbs": 4401.23456, "of_copy": 0.9971}
+    decode |= {"flops": 8_589_934_592, "tflops": 17.6, "of_matmul": 0.024}
+    prefill = {"bytes": 335_544_320, "gbs": 280.0, "of_copy": 0.064}
+    prefill |= {"flops": 549_890_031_616, "tflops": 458.2, "of_matmul": 0.624}
     return {
         "datetime": "2027-01-02T03:04:05",
         "machine_info": {"gpu": GPU, "cpu": {"count": 16}},
@@ -84,7 +89,7 @@ def test_a_table_says_what_was_measured_where():
     assert cells[0] == "`decode`"
     assert cells[1].startswith("64 x 8192 keys")
     assert cells[2:] == ["487.7 us", "4.40 TB/s", "100% of a copy"]
-    assert line(text, "| `prefill`")[2:] == ["1200 us", "612 TFLOP/s", "83% of a matmul"]
+    assert line(text, "| `prefill`")[2:] == ["1200 us", "458 TFLOP/s", "62% of a matmul"]
     assert "`decode` 21.4 us (3.46 us with a plan made before)." in said
     assert "FlashInfer" not in text
     assert "test_" not in text
@@ -133,6 +138,30 @@ def test_a_record_keeps_what_is_shown_one_benchmark_a_line(tmp_path):
     assert sum("test_decode[" in line for line in path.read_text().splitlines()) == 1
     # It can be condensed again: a record is in the structure of what it was made of.
     assert condensed(copy.deepcopy(record), record["peers"]) == record
+
+
+def test_the_notebook_draws_a_record(tmp_path):
+    if find_spec("matplotlib") is None:
+        pytest.skip("needs matplotlib")
+    path = tmp_path / "tests" / "bench" / "record.json"
+    path.parent.mkdir(parents=True)
+    readme.write_record(condensed(bench(), []), path)
+    sources = cells(readme.TREE / "notebooks" / "04_roofline.ipynb", "code")
+    count = "print('lines:', [len(a.lines) + len(a.patches) for n in plt.get_fignums()"
+    sources.append(f"{count} for a in plt.figure(n).axes])")
+    run = subprocess.run(
+        [sys.executable, "-c", RUN],
+        input=json.dumps(sources),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(readme.TREE), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "5 benchmarks of NVIDIA H200 on 2027-01-02" in run.stdout
+    # The roof, 8 calls and a group of dots; two bars and 1; a kernel's times and floors.
+    assert "lines: [10, 3, 0, 2, 0, 0]" in run.stdout
 
 
 def test_every_line_of_the_table_is_a_benchmark():
