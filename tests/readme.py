@@ -294,7 +294,13 @@ HEAD_DIMS = {
 
 
 def kernels_of(
-    generation: Generation, dtype: Any, dims: tuple[int, int], *, one_row: bool, paged: bool = True
+    generation: Generation,
+    dtype: Any,
+    dims: tuple[int, int],
+    *,
+    one_row: bool,
+    paged: bool = True,
+    aligned: bool = True,
 ) -> tuple[str, ...]:
     """Give the kernels that serve a batch on a GPU of a generation: none, one or two of them."""
     arrays = [SimpleNamespace(dtype=dtype, shape=(4096, 16, 8, dim)) for dim in dims]
@@ -306,7 +312,7 @@ def kernels_of(
     with on(generation):
         try:
             served = _tiles.choose_tiles(
-                "decode", pages, True, rows, 4, 64, 64 * 1024, one_row, False, paged
+                "decode", pages, aligned, rows, 4, 64, 64 * 1024, one_row, False, paged
             )
         except NotImplementedError:
             return ()
