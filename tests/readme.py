@@ -292,6 +292,8 @@ HEAD_DIMS = {
     (256, 256): "to 256",
 }
 
+_WITHIN = {"64": "to 128", "128": "to 128", "192 / 128": "to 256 / 128"}
+
 
 def kernels_of(
     generation: Generation,
@@ -388,7 +390,8 @@ def _attention_lines() -> Iterator[tuple[str, ...]]:
         operation = operations[0] if len(operations) == 1 else "`prefill`"
         merged.setdefault((operation, names, cells), []).append(label)
     for (operation, names, cells), labels in sorted(merged.items(), key=_order):
-        yield (operation, names, "; ".join(labels), *cells)
+        wide = [label for label in labels if _WITHIN.get(label) not in labels]
+        yield (operation, names, "; ".join(wide), *cells)
 
 
 def _order(line: Any) -> tuple[Any, ...]:
