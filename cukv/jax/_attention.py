@@ -42,17 +42,18 @@ class Plan:
     op: str
     key: tuple[tuple[str, Any], ...]
     batch_invariant: bool
+    of_values: bool  # whether it was told of the values beside packed keys
 
 
 jax.tree_util.register_dataclass(
-    Plan, data_fields=["lists"], meta_fields=["op", "key", "batch_invariant"]
+    Plan, data_fields=["lists"], meta_fields=["op", "key", "batch_invariant", "of_values"]
 )
 
 
 def plan(
     q: Array | RaggedTensor,
     keys: PagedKVCache | MLAPagedCache | RaggedTensor,
-    where: PageTable | CascadeLevels | None = None,
+    where: PageTable | CascadeLevels | RaggedTensor | None = None,
     *,
     qo_indptr: Array | None = None,
     causal: bool = False,
@@ -70,8 +71,8 @@ def plan(
         those of ``prefill``.
     keys : PagedKVCache, MLAPagedCache or RaggedTensor
         The cache, of any layer; for ``ragged_prefill`` its k.
-    where : PageTable or CascadeLevels
-        Where keys are; None for ``ragged_prefill``.
+    where : PageTable, CascadeLevels or RaggedTensor
+        Where keys are; for ``ragged_prefill`` its v, of which ``RaggedTensor.plan`` says more.
     qo_indptr : [batch_size + 1] int32 or int64
         That of ``mla_decode``.
     causal, window_left, custom_mask
@@ -102,10 +103,9 @@ def plan(
         planned: _plan.Plan
         if isinstance(where, CascadeLevels):
             planned = where.plan(q, keys, **options, **arrays)
-        elif where is None:
-            planned = q.plan(keys, **options, **arrays)
         else:
-            planned = keys.plan(q, where, **options, **arrays)
+            first, second = (q, keys) if isinstance(keys, RaggedTensor) else (keys, q)
+            planned = first.plan(second, where, **options, **arrays)
         return planned
 
     arrays = present(qo_indptr=qo_indptr, custom_mask=custom_mask)
@@ -119,7 +119,7 @@ def plan(
             jax.ShapeDtypeStruct((size,), np.uint8),
             *args,
         )
-    return Plan(lists, op, key, batch_invariant)
+    return Plan(lists, op, key, batch_invariant, isinstance(where, RaggedTensor))
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -253,10 +253,11 @@ def ragged_prefill(
 
     k and v are RaggedTensors ``[nnz_kv, num_kv_heads, dim]``. The rest is as in ``prefill``.
     """
+    of_values = getattr(plan, "of_values", True)
     return _attend(
         _Call(
             "ragged_prefill",
-            lambda q, k, v, **options: q.plan(k, **options),
+            lambda q, k, v, **options: q.plan(k, v if of_values else None, **options),
             lambda q, k, v, **options: q.prefill(k, v, **options),
             planned={"causal": causal, "window_left": window_left},
             invariant=True,
