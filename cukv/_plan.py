@@ -97,6 +97,7 @@ class Cut(NamedTuple):
     min_rows: int = 0  # it serves requests of min_rows to max_rows packed rows
     max_rows: int = (1 << 31) - 1
     cut_cost: int = 0  # steps that tiles cut at both ends of a part cost it; 0: not known
+    merges: bool = False  # of a cascade: it has every leaf, but keys only of those that it serves
 
 
 class Batch(NamedTuple):
@@ -109,6 +110,7 @@ class Batch(NamedTuple):
     num_kv_heads: int
     one_row: bool  # of each request
     mask_elements: int | None  # of all requests; None: there is no mask
+    num_shared: int = 0  # requests of a cascade that come before its leaves
 
 
 class _ListSizes:
@@ -117,7 +119,7 @@ class _ListSizes:
     __slots__ = ("_mask", "_offsets", "_tail", "_work", "max_tiles", "num_bytes")
 
     def __init__(self, cut: Cut, batch: Batch, batch_invariant: bool) -> None:
-        batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements = batch
+        batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements, _ = batch
         # Tiles of all requests; the last tile of each may be short.
         tiles_of_row = -(-group_size // cut.rows)
         self.max_tiles = max_tiles = batch_size * tiles_of_row
@@ -167,9 +169,10 @@ class _ListSizes:
         item_cost = cut.item_steps if max_tiles > cut.num_parts else 0
         # A unit of cost is a step, or more for calls whose steps int32 might not count.
         max_steps = -(-num_tokens // cut.step_tokens)
-        most_steps = max_tiles * (max_steps + item_cost + cut.round_steps)
-        if one_row:  # each key is a step of one request's tiles only
-            most_steps = tiles_of_row * max_steps + max_tiles * (item_cost + cut.round_steps)
+        # Each key is a step of one request's tiles only.
+        most_rows = min(num_rows * group_size, cut.max_rows)
+        tiles = tiles_of_row if one_row else -(-most_rows // cut.rows)
+        most_steps = tiles * max_steps + max_tiles * (item_cost + cut.round_steps)
         self._tail = (
             row_bits,
             cut.min_rows,
@@ -181,6 +184,8 @@ class _ListSizes:
             cut.cut_cost,
             _FIXED_ITEM_TOKENS,
             most,
+            batch.num_shared,
+            cut.merges,
         )
 
     def pack(self, base: int) -> tuple[bytes, bytes]:

@@ -65,6 +65,61 @@ def choose_tiles(
     A batch-invariant one must not depend on the batch. ``paged`` tells of keys and values that
     tensor maps can read whether they lie in pages; None: they cannot.
     """
+    tiles = _fitting(op, pages, aligned, batch_size, num_tokens, batch_invariant)
+
+    # As many rows as the average request has, if a tile holds them.
+    packed = group_size if one_row else -(-num_rows * group_size // batch_size)
+    if batch_invariant and not one_row:
+        packed = 16
+    if one_row or batch_invariant:
+        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
+    if batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
+        return (Served(_on_hopper(_of_rows(tiles, packed), pages, paged), *_ALL_ROWS),)
+    # A long prompt may be among requests of a row or few, whatever the average.
+    few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
+    many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
+    if not many_rows:
+        return (Served(_of_rows(few, packed), *_ALL_ROWS),)
+    return (
+        Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
+        Served(
+            _on_hopper(_of_rows(many_rows, packed), pages, paged), _SHORT_ROWS + 1, _ALL_ROWS[1]
+        ),
+    )
+
+
+def choose_level_tiles(
+    op: str,
+    pages: PagePair,
+    aligned: bool,
+    num_rows: int,
+    group_size: int,
+    batch_size: int,
+    num_tokens: int,
+    paged: bool | None,
+) -> tuple[Served, Served]:
+    """Choose tiles for what a cascade's leaves share, and for its leaves, whose sizes are given.
+
+    The first serves leaves of many rows too. It has tiles of many rows whatever is shared: with
+    few, a tile of 128 still takes tensor cores no longer than the memory takes for its keys.
+    """
+    tiles = _fitting(op, pages, aligned, batch_size, num_tokens, batch_invariant=False)
+    few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
+    packed = -(-num_rows * group_size // max(batch_size, 1))
+    shared = _on_hopper(_of_rows(tiles, _ALL_ROWS[1]), pages, paged)
+    leaves = _of_rows(few, packed if packed <= _SHORT_ROWS else group_size)
+    return Served(shared, _SHORT_ROWS + 1, _ALL_ROWS[1]), Served(leaves, 0, _SHORT_ROWS)
+
+
+def _fitting(
+    op: str,
+    pages: PagePair,
+    aligned: bool,
+    batch_size: int,
+    num_tokens: int,
+    batch_invariant: bool,
+) -> list[DecodeTile | PrefillTile]:
+    """Give the portable tiles that a cache's heads fit in, those that suit a call better first."""
     k, v, device = pages.first.array, pages.second.array, pages.first.device
     every: tuple[DecodeTile | PrefillTile, ...] = (*decode_tiles(), *prefill_tiles())
     tiles: list[DecodeTile | PrefillTile] = [
@@ -94,26 +149,7 @@ def choose_tiles(
     many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
     if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
         tiles.reverse()
-
-    # As many rows as the average request has, if a tile holds them.
-    packed = group_size if one_row else -(-num_rows * group_size // batch_size)
-    if batch_invariant and not one_row:
-        packed = 16
-    if one_row or batch_invariant:
-        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
-    if batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
-        return (Served(_on_hopper(_of_rows(tiles, packed), pages, paged), *_ALL_ROWS),)
-    # A long prompt may be among requests of a row or few, whatever the average.
-    few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
-    many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
-    if not many_rows:
-        return (Served(_of_rows(few, packed), *_ALL_ROWS),)
-    return (
-        Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
-        Served(
-            _on_hopper(_of_rows(many_rows, packed), pages, paged), _SHORT_ROWS + 1, _ALL_ROWS[1]
-        ),
-    )
+    return tiles
 
 
 def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:

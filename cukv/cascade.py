@@ -292,7 +292,7 @@ class CascadeLevels(Noun):
         if cache._attention is None:
             return Plan(op, key)
         call = self._call(op, as_rows(op, "q", q), causal, window_left)
-        return plan_cascade(call, cache._attention, key)
+        return plan_cascade(call, cache._attention, cache.head_dim_vo, key)
 
     def attend(
         self,
@@ -364,10 +364,9 @@ class CascadeLevels(Noun):
 
         Notes
         -----
-        On a GPU: the launches of ``PagedKVCache.prefill`` for each level and one that merges, on
-        the current stream; no synchronisation. Rows are copied first where there is a
-        ``row_order``. Source: kernels/decode.cu, kernels/prefill_sm80.cu, kernels/prefill_sm90.cu,
-        kernels/first_seen.cu, kernels/merge_states.cu.
+        On a GPU: two launches on the current stream, whatever the number of levels; no
+        synchronisation. Source: kernels/concat_levels.cu, kernels/prefill_sm90.cu,
+        kernels/prefill_sm80.cu, kernels/decode.cu.
         """
         op = "CascadeLevels.attend"
         key = self._check_call(op, q, cache, causal, window_left)
