@@ -88,8 +88,9 @@ class LevelBatch:
     """
 
     __slots__ = (
-        "_arrays", "_launches", "first_seen", "for_shared", "lse", "num_leaf_tokens", "num_leaves",
-        "num_levels", "num_rows", "num_shared", "o", "packed", "qo_indptr", "signature", "table",
+        "_given", "_launches", "_memory", "first_seen", "for_shared", "lse", "num_leaf_tokens",
+        "num_leaves", "num_levels", "num_rows", "num_shared", "o", "packed", "qo_indptr",
+        "signature", "table",
     )  # fmt: skip
 
     def __init__(self, call: CascadeCall, head_dim_vo: int) -> None:
@@ -138,7 +139,7 @@ class LevelBatch:
         self.packed = pack_levels(
             q_rows, pointers["o_rows"], self.o.data.ptr, self.lse.data.ptr, *counts
         )
-        self._arrays = memory, qo_indptr, tables, row_order  # kept alive
+        self._memory, self._given = memory, (qo_indptr, tables, row_order)  # kept alive
         self._launches = list(self._bind(call, pointers))
         self.update()
 
@@ -181,6 +182,23 @@ class LevelBatch:
         for launch in self._launches:
             launch()
 
+    def require_arrays(self, call: CascadeCall) -> None:
+        """Raise unless the batch was made from a call's index arrays."""
+        given = call.qo_indptr, call.tables, call.row_order
+        same = all(mine is theirs for mine, theirs in zip(self._given, given, strict=True))
+        if not same and _packed(*self._given) != _packed(*given):
+            raise ValueError(
+                f"{call.op}: the plan was made from other levels; when it is updated, it follows "
+                "changed contents of its own"
+            )
+
+
+def _packed(
+    qo_indptr: tuple[Array, ...], tables: tuple[PageTable, ...], row_order: Array | None
+) -> list[bytes]:
+    """Pack index arrays as kernels take them: their addresses, strides and sizes."""
+    return [*map(pack_index, (*qo_indptr, row_order)), *(table.packed for table in tables)]
+
 
 def plan_cascade(
     call: CascadeCall,
@@ -212,6 +230,8 @@ def attend_cascade(
         levels, flat = call.batch(head_dim_vo), None
     elif isinstance(plan, CascadePlan):
         levels, flat = plan.levels, plan.flat
+        if levels is not None:
+            levels.require_arrays(call)
     else:
         raise ValueError(f"{call.op}: the plan was made for NumPy arrays")
     return attention.attend(call.paged(levels), logits, scales, flat, results)

@@ -271,6 +271,7 @@ class PagedAttention:
             table.batch_size,
             table.indices.size,
             _mask_signature(call),
+            None if levels is None else levels.signature,
             None if work is None else work.kind,
         )
         prepared = self._prepared.get(signature)

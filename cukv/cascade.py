@@ -276,7 +276,9 @@ class CascadeLevels(Noun):
         Returns
         -------
         Plan
-            ``plan.update()`` makes it follow changed contents of the same arrays.
+            ``plan.update()`` makes it follow changed contents of the same arrays. On a GPU it holds
+            the partial states of a call: ``rows * num_levels * num_qo_heads * (head_dim_vo + 1)``
+            numbers of float32.
 
         Raises
         ------

@@ -912,6 +912,10 @@ def test_attend_on_the_gpu_checks_its_arguments():
         levels.attend(q, cache, causal=True, plan=levels.plan(q, cache))
     with pytest.raises(TypeError, match="sinks is in NumPy"):
         levels.attend(q, cache, sinks=np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="the plan was made from other levels; when it is updated"):
+        levels.attend(q, cache, plan=two().to_device().plan(q, cache))
+    twin = CascadeLevels(levels.qo_indptr, levels.tables)
+    assert levels.attend(q, cache, plan=twin.plan(q, cache)).shape == q.shape
 
 
 class Tree:
@@ -1034,6 +1038,25 @@ def test_prefixes_of_any_length_attend_as_defined(prefix_len, causal, rng):
 def test_more_rows_than_the_leaf_has_tokens_attend_as_defined(qo_len, window_left, rng):
     levels = two_levels(30, leaf_lens=(0, 1, 3, 5, 69, 70), qo_lens=(qo_len,) * 6)
     Tree(rng, levels).check(causal=True, window_left=window_left)
+
+
+@pytest.mark.gpu
+def test_levels_that_have_equally_many_requests_and_pages_are_told_apart(rng):
+    cache = make_cache(11, PAGE, rng, dims=(64, 64), dtype=BF16)
+    on_gpu = cache.to_device()
+    for page_counts, qo_indptr in (
+        (([1, 1, 1], [1] * 8), ([0, 3, 6, 8], range(9))),
+        (([2], [1], [1] * 8), ([0, 8], [0, 8], range(9))),
+    ):
+        pages, tables = iter(range(11)), []
+        for counts in page_counts:
+            lists = [[next(pages) for _ in range(n)] for n in counts]
+            last = np.full(len(counts), PAGE, np.int32)
+            tables.append(PageTable(starts(counts), np.concatenate(lists), last, PAGE))
+        tree = Tree(rng, CascadeLevels(tuple(map(np.array, qo_indptr)), tuple(tables)))
+        tree.cache = cache
+        got = tree.levels.to_device().attend(cp.asarray(tree.q), on_gpu, return_lse=True)
+        tree.compare(got, tree.define())
 
 
 @pytest.mark.gpu
