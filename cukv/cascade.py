@@ -366,9 +366,10 @@ class CascadeLevels(Noun):
 
         Notes
         -----
-        On a GPU: two launches on the current stream, whatever the number of levels; no
-        synchronisation. Source: kernels/concat_levels.cu, kernels/prefill_sm90.cu,
-        kernels/prefill_sm80.cu, kernels/decode.cu.
+        On a GPU: two launches on the current stream, whatever the number of levels, and before them
+        those of ``Plan.update`` if there is no plan; no synchronisation. Source:
+        kernels/prefill_sm90.cu, kernels/prefill_sm80.cu, kernels/decode.cu, kernels/plan.cu,
+        kernels/concat_levels.cu.
         """
         op = "CascadeLevels.attend"
         key = self._check_call(op, q, cache, causal, window_left)
