@@ -103,8 +103,9 @@ def choose_level_tiles(
     The first serves leaves of many rows too. It has tiles of many rows whatever is shared: with
     few, a tile of 128 still takes tensor cores no longer than the memory takes for its keys.
     """
-    tiles = _fitting(op, pages, aligned, batch_size, num_tokens, batch_invariant=False)
-    few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
+    sizes = (op, pages, aligned, batch_size, num_tokens)
+    tiles = _fitting(*sizes, batch_invariant=False)
+    few = _fitting(*sizes, batch_invariant=False, most_rows=_SHORT_ROWS)
     packed = -(-num_rows * group_size // max(batch_size, 1))
     shared = _on_hopper(_of_rows(tiles, _ALL_ROWS[1]), pages, paged)
     leaves = _of_rows(few, packed if packed <= _SHORT_ROWS else group_size)
@@ -118,6 +119,7 @@ def _fitting(
     batch_size: int,
     num_tokens: int,
     batch_invariant: bool,
+    most_rows: int = _ALL_ROWS[1],
 ) -> list[DecodeTile | PrefillTile]:
     """Give the portable tiles that a cache's heads fit in, those that suit a call better first."""
     k, v, device = pages.first.array, pages.second.array, pages.first.device
@@ -129,6 +131,7 @@ def _fitting(
         and tile.head_dim >= k.shape[3]
         and tile.head_dim_vo >= v.shape[3]
         and tile.aligned == aligned
+        and tile.rows <= most_rows
     ]
     tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
     least = min(tile.smem_bytes for tile in tiles)

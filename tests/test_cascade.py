@@ -9,12 +9,12 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import captured
+from cases import captured, fake_cupy
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
-from cukv import CascadeLevels, PagedKVCache, PageTable, RaggedTensor, reference
+from cukv import CascadeLevels, PagedKVCache, PageTable, RaggedTensor, _tiles, reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PAGE = 4
@@ -895,6 +895,27 @@ def test_levels_do_not_mix_homes():
     levels = CascadeLevels((fake(0, 2),), (there,))
     with pytest.raises(TypeError, match="q is in NumPy but levels is on the GPU"):
         levels.attend(np.zeros((2, 2, 4)), PagedKVCache(np.zeros((9, 2, 4, 2, 4))))
+
+
+@pytest.mark.parametrize(
+    ("arch", "paged", "shared_by"),
+    [("sm_90a", True, "prefill_sm90"), ("sm_90a", None, "prefill_sm80"),
+     ("sm_80", True, "prefill_sm80")],
+)  # fmt: skip
+def test_leaves_are_decoded_and_what_they_share_has_the_widest_tiles(
+    arch, paged, shared_by, monkeypatch
+):
+    monkeypatch.setattr(_tiles, "arch_of", lambda device: arch)
+    monkeypatch.setattr(_tiles, "num_sms", lambda device: 108)
+    monkeypatch.setattr(_tiles, "smem_limits", lambda device: (163 << 10, 164 << 10))
+    cache = PagedKVCache(fake_cupy((9, 2, 16, 2, 128), "bfloat16"))
+    sizes = {"num_rows": 64, "group_size": 4, "batch_size": 64, "num_tokens": 64 * 300}
+    shared, leaves = _tiles.choose_level_tiles("op", cache._pages, True, **sizes, paged=paged)
+    assert (shared.tile.kernel, shared.tile.rows) == (shared_by, 128)
+    assert (leaves.tile.kernel, leaves.tile.rows) == ("decode", 8)
+    monkeypatch.setattr(_tiles, "smem_limits", lambda device: (40 << 10, 64 << 10))
+    with pytest.raises(NotImplementedError, match=r"op: head_dim=128 needs .* this GPU has 40960"):
+        _tiles.choose_level_tiles("op", cache._pages, True, **sizes, paged=paged)
 
 
 @pytest.mark.gpu

@@ -34,8 +34,8 @@ struct RowServer {
 #pragma unroll 1
         for (int first = 0; first < Cta::TEAM_ROWS; first += WARP_SIZE) {
             const int own = min(team * Cta::TEAM_ROWS + first + lane_idx, order.item.num_rows - 1);
-            const PackedRow row(p.group, order.item, order.kv_head, own);
-            const int64_t offset = rows.offset(row.in(row_map));
+            const PackedRow at(p.group, order.item, order.kv_head, own);
+            const int64_t offset = rows.offset(at.in(row_map));
 #pragma unroll UNROLL
             for (int i = lane_idx; i < WARP_SIZE * CHUNKS; i += WARP_SIZE) {
                 const int row = i / CHUNKS, chunk = i % CHUNKS;
