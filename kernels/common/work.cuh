@@ -17,7 +17,7 @@ namespace cukv {
 // All that a CTA needs to know of an item, so that nothing else is read before the first keys.
 struct alignas(16) Item {
     int32_t first_page;   // the request's pages are indices[first_page], ...
-    int32_t first_q_row;  // row of q, o and lse of the request's first query
+    int32_t first_q_row;  // of q, o and lse, unless common/levels.cuh says otherwise
     int32_t diagonal;     // kv_len - qo_len: position of the request's first query
     int32_t first_row;    // packed rows [first_row, first_row + num_rows) of the request
     int32_t num_rows;
