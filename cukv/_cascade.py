@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cukv._paged_attention import PagedAttention
 
 _INT32 = np.dtype(np.int32)
-_AT_ONCE = 8  # levels that a launch of concat_levels takes
+_AT_ONCE = 8  # levels that a launch takes, in kernels/concat_levels.cu
 _LONGEST_WINDOW = 1 << 30  # no request is longer
 _pack_level = packer("Level", "concat_levels")
 _LEVEL_BYTES = struct_layout("Level", "concat_levels").size
@@ -154,13 +154,13 @@ class LevelBatch:
             row -= num_rows
         num_states = (self.num_levels - 1) * num_rows * num_qo_heads
         lse = self.lse.data.ptr + num_rows * num_qo_heads * FLOAT32.itemsize
-        largest = max(num_rows, num_states, *(n for t in call.tables for n in (
-            t.indices.size, t.batch_size + 1)))  # fmt: skip
+        sizes = [n for t in call.tables for n in (t.indices.size, t.batch_size + 1)]
+        num_threads = max(num_rows, num_states, *sizes)
         below = 0
         for first in range(0, self.num_levels, _AT_ONCE):
             levels = packed[::-1][first : first + _AT_ONCE]
-            fill = kernel("concat_levels", self.lse.data.device_id).bind(
-                *one_per_thread(largest),
+            yield kernel("concat_levels", self.lse.data.device_id).bind(
+                *one_per_thread(num_threads),
                 per_call=(),
                 levels=b"".join(levels).ljust(_AT_ONCE * _LEVEL_BYTES, b"\0"),
                 row_order=pack_index(call.row_order),
@@ -173,7 +173,6 @@ class LevelBatch:
                 window_left=min(call.window_left, _LONGEST_WINDOW),
                 num_levels=len(levels),
             )
-            yield fill
             if self.first_seen is not None:
                 below = self.first_seen[(first + _AT_ONCE - 1) * num_rows :].data.ptr
 
