@@ -17,6 +17,7 @@ from cukv.masks import Mask, PackedMask, RaggedMask
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cukv._cascade import LevelBatch
     from cukv._pages import PagePair
     from cukv.page_table import PageTable
 
@@ -165,7 +166,12 @@ class PagedCall(NamedTuple):
     causal: bool
     window_left: int
     custom_mask: Mask | None = None
-    first_seen: Array | None = None  # [rows] int32 on a GPU: where each row's window begins
+    levels: LevelBatch | None = None  # of a cascade on a GPU, whose requests `table` has
+
+    @property
+    def first_seen(self) -> Array | None:
+        """Where each row's window begins, ``[rows]`` int32; None: at its position's distance."""
+        return None if self.levels is None else self.levels.first_seen
 
 
 def check_paged_call(call: PagedCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from cukv._tiles import Grid
 
 _PER_CALL = (
-    "table", "q", "o", "lse", "sinks", "first_seen", "work", "q_scale", "k_scale", "v_scale",
+    "table", "q", "o", "lse", "sinks", "first_seen", "levels", "work",
+    "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
 _VECTOR_BYTES = 16
 

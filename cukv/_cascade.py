@@ -1,51 +1,57 @@
-"""Cascade attention on a GPU: each level by the attention kernels, then one merge of them all.
+"""Cascade attention on a GPU: the requests of all levels as one batch, in two launches.
 
-A level is a paged call of its own, with its own plan: its requests are the groups of rows that
-share pages. Levels give states of disjoint keys, in float32, which ``kernels/merge_states.cu``
-makes one, with the sinks, in the order of the caller's rows. Where a row's window begins in a level
-above its leaf depends on the levels below: ``kernels/first_seen.cu`` finds that beforehand.
+Levels divide the same rows into requests of their own. ``kernels/concat_levels.cu`` puts them one
+behind the other into one page table, whose rows are those of each level in turn; one plan deals all
+of them. The first launch attends to what leaves share, on the kernel for many rows, and leaves
+states in float32. The second attends to the leaves themselves, and merges into each of their rows
+what the first has left of it, with the sinks, once.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 import numpy as np
 
-from cukv._arrays import FLOAT32, Array, as_array, empty, home
-from cukv._attention import PagedCall, check_results, output_dtype
+from cukv._arrays import FLOAT32, Array, empty
+from cukv._attention import PagedCall
 from cukv._index import pack_index
-from cukv._kernels import kernel, one_per_thread, packer
+from cukv._kernels import BoundLaunch, kernel, one_per_thread, packer, struct_layout
+from cukv._launches import pack_levels, require_eager
 from cukv._plan import Plan
-from cukv.merge import merge_levels
+from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cukv._paged_attention import PagedAttention
-    from cukv.page_table import PageTable
 
 _INT32 = np.dtype(np.int32)
-_pack_level = packer("Level", "first_seen")
+_AT_ONCE = 8  # levels that a launch takes, in kernels/concat_levels.cu
 _LONGEST_WINDOW = 1 << 30  # no request is longer
+_pack_level = packer("Level", "concat_levels")
+_LEVEL_BYTES = struct_layout("Level", "concat_levels").size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CascadePlan(Plan):
-    """A plan of a cascade on a GPU: those of its levels."""
+    """A plan of a cascade on a GPU: that of its levels as one batch, or of its only level."""
 
-    levels: tuple[Plan, ...] = ()
-    windows: Windows | None = None
+    flat: Plan | None = None
+    levels: LevelBatch | None = None
 
     def update(self) -> None:
-        """Follow the present contents of the index arrays: one launch per level.
+        """Follow the present contents of the index arrays: two launches, one if there is one level.
 
-        With a window over several levels it is one more for each but the last.
+        Of more than eight levels every eight take one launch more.
         """
-        if self.windows is not None:
-            self.windows.update()
-        for plan in self.levels:
-            plan.update()
+        if self.levels is not None:
+            self.levels.update()
+        if self.flat is not None:
+            self.flat.update()
 
 
 class CascadeCall(NamedTuple):
@@ -59,83 +65,150 @@ class CascadeCall(NamedTuple):
     causal: bool
     window_left: int
 
-    def windows(self) -> Windows | None:
-        """Find where windows begin in the levels above the leaves; None if there are none."""
-        num_rows = len(self.q if self.row_order is None else self.row_order)
-        num_upper = len(self.tables) - 1
-        if self.window_left < 0 or num_upper == 0 or num_rows == 0 or len(self.q) == 0:
+    def batch(self, head_dim_vo: int) -> LevelBatch | None:
+        """Put all levels into one batch; None: there is one level, or nothing to attend from."""
+        if (len(self.tables) == 1 and self.row_order is None) or self.q.size == 0:
             return None
-        first_seen = empty(self.op, (num_upper, num_rows), _INT32, cp, like=self.q)
-        windows = Windows(self.tables, self.qo_indptr, self.window_left, first_seen)
-        windows.update()
-        return windows
+        return LevelBatch(self, head_dim_vo)
 
-    def levels(self, q: Array, windows: Windows | None) -> list[PagedCall]:
-        """Give the paged call of each level, for rows in the order of the levels."""
-        op, _, qo_indptr, tables, _, causal, window_left = self
-        last = len(tables) - 1
-        first_seen = [None] * last if windows is None else windows.first_seen
-        return [
-            PagedCall(op, q, indptr, table, causal and level == last, window_left, None, first)
-            for level, (indptr, table, first) in enumerate(
-                zip(qo_indptr, tables, [*first_seen, None], strict=True)
-            )
-        ]
+    def paged(self, levels: LevelBatch | None) -> PagedCall:
+        """Give the call of that batch, or of the leaves alone."""
+        requests = self.qo_indptr[-1], self.tables[-1]
+        if levels is not None:
+            requests = levels.qo_indptr, levels.table
+        return PagedCall(self.op, self.q, *requests, self.causal, self.window_left, None, levels)
 
 
-class Windows:
-    """Where the window of each row begins in the levels above the leaves, in device memory.
+class LevelBatch:
+    """The requests of all levels, those of the root first, as one batch in device memory.
 
-    A window counts positions over all levels of a row, so that the rows of a request of an upper
-    level see it from different tokens on.
+    Row ``r`` of the leaves is row ``r`` of the batch, that of the level above them is row
+    ``num_rows + r``, and so on. Between the requests of two levels is one without rows. ``o`` and
+    ``lse`` take the states of rows over keys of other launches than the leaves' own.
     """
 
-    __slots__ = ("_levels", "_tables", "_window_left", "first_seen")
+    __slots__ = (
+        "_given", "_launches", "_memory", "first_seen", "for_shared", "lse", "num_leaf_tokens",
+        "num_leaves", "num_levels", "num_rows", "num_shared", "o", "packed", "qo_indptr",
+        "signature", "table",
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        tables: tuple[PageTable, ...],
-        qo_indptr: tuple[Array, ...],
-        window_left: int,
-        first_seen: Array,
-    ) -> None:
-        self._tables = tables, qo_indptr  # kept alive
-        self._levels = [
-            _pack_level(table.packed, pack_index(indptr))
-            for table, indptr in zip(tables, qo_indptr, strict=True)
-        ]
-        self._window_left = min(window_left, _LONGEST_WINDOW)
-        self.first_seen = first_seen  # [num_levels - 1, rows] int32, tokens of the row's request
+    def __init__(self, call: CascadeCall, head_dim_vo: int) -> None:
+        op, q, qo_indptr, tables, row_order, _, window_left = call
+        num_levels, (num_q_rows, num_qo_heads, _) = len(tables), q.shape
+        num_rows = num_q_rows if row_order is None else max(1, row_order.size)
+        self.num_levels, self.num_rows = num_levels, num_rows
+        self.num_leaves = tables[-1].batch_size
+        self.num_leaf_tokens = tables[-1].indices.size * tables[-1].page_size
+        sizes = {
+            "indptr": sum(t.batch_size + 1 for t in tables),
+            "indices": sum(t.indices.size for t in tables),
+            "last_page_len": sum(t.batch_size + 1 for t in tables),
+            "qo_indptr": sum(t.batch_size + 1 for t in tables),
+            "q_rows": num_levels * num_rows,
+            "o_rows": 0 if row_order is None else num_rows,
+            "first_seen": num_levels * num_rows if window_left >= 0 else 0,
+        }
+        self.num_shared = sizes["indptr"] - (self.num_leaves + 1)
+        memory = empty(op, (sum(sizes.values()),), _INT32, cp, like=q)
+        ends = itertools.accumulate(sizes.values())
+        parts = {
+            name: memory[end - size : end]
+            for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+        self.qo_indptr = parts["qo_indptr"]
+        self.first_seen = parts["first_seen"] if window_left >= 0 else None
+        self.table = PageTable(
+            parts["indptr"], parts["indices"], parts["last_page_len"][:-1], tables[0].page_size
+        )
+        rows = (num_levels * num_rows, num_qo_heads)
+        self.o = empty(op, (*rows, head_dim_vo), FLOAT32, cp, like=q)
+        self.lse = empty(op, rows, FLOAT32, cp, like=q)
+        self.signature = (
+            num_levels, num_rows, self.num_leaves, self.num_leaf_tokens, self.num_shared,
+            self.first_seen is None,
+        )  # fmt: skip
+        pointers = {name: part.data.ptr if part.size else 0 for name, part in parts.items()}
+        counts = (num_rows, num_levels, row_order is None)
+        of_shared = pack_levels(pointers["q_rows"], 0, 0, 0, *counts)
+        self.for_shared = (
+            self.o.data.ptr, self.lse.data.ptr, 0, pointers["first_seen"], of_shared
+        )  # fmt: skip
+        # Without an order, rows of the leaves are those of q and of the results.
+        q_rows = 0 if row_order is None else pointers["q_rows"]
+        self.packed = pack_levels(
+            q_rows, pointers["o_rows"], self.o.data.ptr, self.lse.data.ptr, *counts
+        )
+        self._memory, self._given = memory, (qo_indptr, tables, row_order)  # kept alive
+        self._launches = list(self._bind(call, pointers))
+        self.update()
+
+    def _bind(self, call: CascadeCall, pointers: dict[str, int]) -> Iterator[BoundLaunch]:
+        """Prepare the launches that fill the arrays, from the leaves up."""
+        num_rows, num_qo_heads = self.num_rows, self.lse.shape[1]
+        packed, page, request, row = [], 0, 0, (self.num_levels - 1) * num_rows
+        for table, indptr in zip(call.tables, call.qo_indptr, strict=True):
+            packed.append(_pack_level(table.packed, pack_index(indptr), page, request, row))
+            page += table.indices.size
+            request += table.batch_size + 1
+            row -= num_rows
+        num_states = (self.num_levels - 1) * num_rows * num_qo_heads
+        lse = self.lse.data.ptr + num_rows * num_qo_heads * FLOAT32.itemsize
+        sizes = [n for t in call.tables for n in (t.indices.size, t.batch_size + 1)]
+        num_threads = max(num_rows, num_states, *sizes)
+        below = 0
+        for first in range(0, self.num_levels, _AT_ONCE):
+            levels = packed[::-1][first : first + _AT_ONCE]
+            yield kernel("concat_levels", self.lse.data.device_id).bind(
+                *one_per_thread(num_threads),
+                per_call=(),
+                levels=b"".join(levels).ljust(_AT_ONCE * _LEVEL_BYTES, b"\0"),
+                row_order=pack_index(call.row_order),
+                **pointers,
+                lse=lse,
+                below=below,
+                num_states=num_states if first == 0 else 0,
+                num_rows=num_rows,
+                num_q_rows=len(call.q),
+                window_left=min(call.window_left, _LONGEST_WINDOW),
+                num_levels=len(levels),
+            )
+            if self.first_seen is not None:
+                below = self.first_seen[(first + _AT_ONCE - 1) * num_rows :].data.ptr
 
     def update(self) -> None:
-        """Follow the present contents of the index arrays: each level from the one below it."""
-        *upper, leaf = self._levels
-        num_rows, below = self.first_seen.shape[1], 0
-        launch = kernel("first_seen", self.first_seen.data.device_id)
-        for level, first_seen in zip(upper[::-1], self.first_seen[::-1], strict=True):
-            launch(
-                *one_per_thread(num_rows),
-                level=level,
-                leaf=leaf,
-                below=below,
-                first_seen=first_seen.data.ptr,
-                num_rows=num_rows,
-                window_left=self._window_left,
+        """Follow the present contents of the index arrays."""
+        for launch in self._launches:
+            launch()
+
+    def require_arrays(self, call: CascadeCall) -> None:
+        """Raise unless the batch was made from a call's index arrays."""
+        given = call.qo_indptr, call.tables, call.row_order
+        same = all(mine is theirs for mine, theirs in zip(self._given, given, strict=True))
+        if not same and _packed(*self._given) != _packed(*given):
+            raise ValueError(
+                f"{call.op}: the plan was made from other levels; when it is updated, it follows "
+                "changed contents of its own"
             )
-            below = first_seen.data.ptr
+
+
+def _packed(
+    qo_indptr: tuple[Array, ...], tables: tuple[PageTable, ...], row_order: Array | None
+) -> list[bytes]:
+    """Pack index arrays as kernels take them: their addresses, strides and sizes."""
+    return [*map(pack_index, (*qo_indptr, row_order)), *(table.packed for table in tables)]
 
 
 def plan_cascade(
-    call: CascadeCall, attention: PagedAttention, key: tuple[tuple[str, Any], ...]
+    call: CascadeCall,
+    attention: PagedAttention,
+    head_dim_vo: int,
+    key: tuple[tuple[str, Any], ...],
 ) -> CascadePlan:
-    """Make the work lists of all levels."""
-    q, row_order = call.q, call.row_order
-    if row_order is not None and len(q):  # plans look at the shape only
-        q = cp.broadcast_to(q[:1], (len(row_order), *q.shape[1:]))
-    windows = call.windows()
-    levels = call.levels(q, windows)
-    plans = tuple(attention.plan(level, batch_invariant=False) for level in levels)
-    return CascadePlan(call.op, key, levels=plans, windows=windows)
+    """Put the levels into one batch, and make its work lists."""
+    levels = call.batch(head_dim_vo)
+    flat = attention.plan(call.paged(levels), batch_invariant=False)
+    return CascadePlan(call.op, key, flat=flat, levels=levels)
 
 
 def attend_cascade(
@@ -147,44 +220,17 @@ def attend_cascade(
     plan: Plan | None,
     results: tuple[Any, Any, bool],
 ) -> Any:
-    """Attend level by level, by a plan or by those made for this call, and merge.
+    """Attend by a plan, or by one made for this call.
 
     ``logits``, ``scales`` and ``results`` are those of ``PagedAttention.attend``.
     """
-    op, q, qo_indptr, _, row_order, *_ = call
-    sm_scale, logits_soft_cap, sinks = logits
-    if plan is not None and not isinstance(plan, CascadePlan):
-        raise ValueError(f"{op}: the plan was made for NumPy arrays")
-    windows = call.windows() if plan is None else plan.windows
-    rows = q if row_order is None or not len(q) else _take_rows(q, row_order)
-    levels = call.levels(rows, windows)
-    plans = (None,) * len(levels) if plan is None else plan.levels
-    if len(levels) == 1 and row_order is None:
-        return attention.attend(levels[0], logits, scales, plans[0], results)
-    if sinks is not None:
-        sinks = as_array(op, "sinks", sinks, q)
-        home(op, q=q, sinks=sinks)
-    out, lse, return_lse = results
-    out, lse = check_results(op, q, head_dim_vo, out, lse)
-    if out is None:
-        out = empty(op, (*q.shape[:2], head_dim_vo), output_dtype(q), cp, like=q)
-    if lse is None:
-        lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
-    shape = (len(rows), len(levels), q.shape[1], head_dim_vo)
-    states = empty(op, shape, FLOAT32, cp, like=q), empty(op, shape[:3], FLOAT32, cp, like=q)
-    for i, (level, level_plan) in enumerate(zip(levels, plans, strict=True)):
-        state = states[0][:, i], states[1][:, i], True
-        attention.attend(level, (sm_scale, logits_soft_cap, None), scales, level_plan, state)
-    merge_levels(*states, (out, lse), qo_indptr=qo_indptr[-1], row_order=row_order, sinks=sinks)
-    return (out, lse) if return_lse else out
-
-
-def _take_rows(q: Array, row_order: Array) -> Array:
-    """Copy rows of q; entries that name none of them, which are padding, take any.
-
-    All levels share the copy. Hopper's kernel has queries brought by tensor map, which takes rows
-    that lie together.
-    """
-    bits = q.view(np.dtype(f"u{q.dtype.itemsize}"))
-    with q.device:
-        return cp.take(bits, row_order, axis=0).view(q.dtype)  # wraps what is out of bounds
+    if plan is None:
+        require_eager(call.op)
+        levels, flat = call.batch(head_dim_vo), None
+    elif isinstance(plan, CascadePlan):
+        levels, flat = plan.levels, plan.flat
+        if levels is not None:
+            levels.require_arrays(call)
+    else:
+        raise ValueError(f"{call.op}: the plan was made for NumPy arrays")
+    return attention.attend(call.paged(levels), logits, scales, flat, results)

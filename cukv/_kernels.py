@@ -100,7 +100,7 @@ _SCALARS = {"int32_t": "i", "uint32_t": "I", "float": "f", "int64_t": "q", "uint
 
 
 class Layout(NamedTuple):
-    """A C struct as Python packs it; nested structs are fields of already packed bytes."""
+    """A C struct as Python packs it; nested structs, or arrays of them, are fields of bytes."""
 
     names: tuple[str, ...]
     codes: tuple[str, ...]  # of each field, with the padding before it; then the padding at the end
@@ -138,10 +138,10 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
     body = re.sub(r" *//[^\n]*", "", body)
     for line in re.findall(r"^    ([^\s(][^(\n]*;)$", body, re.MULTILINE):
         parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+)(?:\[(\d+)\])?;", line)
-        if parsed is None or (parsed[3] and parsed[1] != "uint8_t"):
+        if parsed is None or (parsed[3] and parsed[1] in _SCALARS):
             raise ValueError(f"struct {struct_name}: one plain field per line, got {line!r}")
         declared, field, count = parsed.groups()
-        if count:  # bytes
+        if declared == "uint8_t":
             code, width, align = f"{count}s", int(count), 1
         elif declared.endswith("*"):
             code, width, align = "Q", 8, 8
@@ -150,7 +150,8 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
             width = align = struct.calcsize("=" + code)
         else:
             nested = struct_layout(declared, kernel_name)
-            code, width, align = f"{nested.size}s", nested.size, nested.alignment
+            width, align = nested.size * int(count or 1), nested.alignment
+            code = f"{width}s"
         pad = -size % align
         codes.append(f"{gap + pad}x{code}")
         size, alignment, gap = size + pad + width, max(alignment, align), 0

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from cukv._latent_attention import LatentCall
     from cukv._plan import Plan, WorkLists, WorkSizes
 
+pack_levels = packer("Levels")
 _pack_query_rows = packer("QueryRows")
+
+NO_LEVELS = pack_levels(0, 0, 0, 0, 0, 0, 1)
 
 AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
 _MAX_REMEMBERED = 256  # signatures of a cache
@@ -51,12 +54,18 @@ def work_of_call(
         require_plan(call.op, plan, kind.key)
         if kind.sizes is not None:
             raise ValueError(f"{call.op}: the plan was made for NumPy arrays")
-    elif cp.cuda.get_current_stream().is_capturing():
+    else:
+        require_eager(call.op)
+    return make_work(kind, call)
+
+
+def require_eager(op: str) -> None:
+    """Raise where a call without a plan would be captured."""
+    if cp.cuda.get_current_stream().is_capturing():
         raise ValueError(
-            f"{call.op}: a call that is captured into a graph needs plan=: memory of one made "
+            f"{op}: a call that is captured into a graph needs plan=: memory of one made "
             "meanwhile would be given to others before the graph runs"
         )
-    return make_work(kind, call)
 
 
 def require_arrays(work: WorkLists, call: PagedCall | LatentCall) -> None:

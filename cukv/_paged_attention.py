@@ -25,9 +25,10 @@ from cukv._attention import (
 )
 from cukv._attention_launch import bind
 from cukv._check import match_aligned, match_rows
-from cukv._index import host_scale, pack_scales
+from cukv._index import UNIT_SCALE, host_scale, pack_scales
 from cukv._launches import (
     AS_GIVEN,
+    NO_LEVELS,
     PlanKind,
     array_signature,
     make_work,
@@ -38,7 +39,7 @@ from cukv._launches import (
 from cukv._plan import Batch, Cut, Plan, WorkSizes
 from cukv._specialisations import Sm90Tile, sm90_tiles
 from cukv._tensor_maps import KvMaps, are_paged, kv_maps
-from cukv._tiles import Grid, choose_grid, choose_tiles, portable_tile
+from cukv._tiles import Grid, Served, choose_grid, choose_level_tiles, choose_tiles, portable_tile
 from cukv.masks import PackedMask
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ class _Launches(NamedTuple):
     """The launches of calls whose arrays and options are of one signature, which are checked."""
 
     options: dict[str, Any]
-    # By kernel too: tiles of two may compare equal.
-    of_tiles: dict[tuple[str, Tile, Grid], BoundLaunch]
+    # By kernel too: tiles of two may compare equal. The last says of those of a cascade whether
+    # they leave states.
+    of_tiles: dict[tuple[str, Tile, Grid, bool], BoundLaunch]
 
 
 class _Prepared(NamedTuple):
@@ -114,7 +116,7 @@ class PagedAttention:
 
     def _kind(self, call: PagedCall, batch_invariant: bool) -> PlanKind:
         """Give what plans like this one share, checked and sized at the first of them."""
-        op, q, qo_indptr, table, causal, window_left, _, first_seen = call
+        op, q, qo_indptr, table, causal, window_left, _, levels = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -131,7 +133,7 @@ class PagedAttention:
             causal,
             window_left,
             _mask_signature(call),
-            first_seen is not None,
+            None if levels is None else levels.signature,
             batch_invariant,
         )
         kind = self._kinds.get(signature)
@@ -149,16 +151,23 @@ class PagedAttention:
         self, call: PagedCall, batch_invariant: bool
     ) -> tuple[tuple[tuple[Tile, Grid], ...], WorkSizes]:
         """Choose tiles and grids, and find the sizes of their work lists."""
-        op, q, qo_indptr, table, causal, window_left, custom_mask, first_seen = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
         self._check(op)
         num_rows, num_qo_heads, _ = q.shape
         num_kv_heads = self._pages.first.array.shape[2]
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
-        sizes = (num_rows, group_size, table.batch_size, num_tokens, one_row)
-        # Only portable kernels have windows that begin where they are told.
-        paged = self._paged if first_seen is None else None
-        served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, paged)
+        layout = op, self._pages, self._aligned
+        served: tuple[Served, ...]
+        if levels is None:
+            sizes = (num_rows, group_size, table.batch_size, num_tokens)
+            served = choose_tiles(*layout, *sizes, one_row, batch_invariant, self._paged)
+        else:
+            # Only portable kernels have windows that begin where they are told.
+            paged = self._paged if levels.first_seen is None else None
+            leaves = (levels.num_rows, group_size, levels.num_leaves, levels.num_leaf_tokens)
+            served = choose_level_tiles(*layout, *leaves, paged)
+            num_rows = levels.num_levels * levels.num_rows
         device = self._pages.first.device
         tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
         cuts = [
@@ -172,6 +181,7 @@ class PagedAttention:
                 min_rows=min_rows,
                 max_rows=max_rows,
                 cut_cost=tile.cut_cost,
+                merges=levels is not None and min_rows == 0,
             )
             for (tile, grid), (_, min_rows, max_rows) in zip(tiles, served, strict=True)
         ]
@@ -179,9 +189,9 @@ class PagedAttention:
         if custom_mask is not None:
             bits = 8 if isinstance(custom_mask, PackedMask) else 1  # of a byte of data
             elements = custom_mask.data.size * bits
-        batch = Batch(
-            table.batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements
-        )
+        num_shared = 0 if levels is None else levels.num_shared
+        counts = (table.batch_size, num_tokens, num_rows, group_size, num_kv_heads)
+        batch = Batch(*counts, one_row, elements, num_shared)
         return tuple(tiles), WorkSizes(
             tuple(cuts),
             batch,
@@ -223,7 +233,7 @@ class PagedAttention:
         v; ``results`` are ``out``, ``lse`` and ``return_lse``. All of them are as the caller gave
         them.
         """
-        op, q, qo_indptr, table, causal, window_left, custom_mask, first_seen = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
         self._pages.check_table(op, table)
@@ -250,7 +260,7 @@ class PagedAttention:
             None if out is None else array_signature(out),
             None if lse is None else array_signature(lse),
             custom_mask is not None,
-            first_seen is not None,
+            levels is not None,
         )
         # A plan is checked once for all of its kind, or below if it has no work list.
         work = plan.work if type(plan) is Plan else None
@@ -261,6 +271,7 @@ class PagedAttention:
             table.batch_size,
             table.indices.size,
             _mask_signature(call),
+            None if levels is None else levels.signature,
             None if work is None else work.kind,
         )
         prepared = self._prepared.get(signature)
@@ -280,17 +291,23 @@ class PagedAttention:
             require_arrays(work, call)
             if work.mask is not custom_mask:
                 _require_mask(op, work, custom_mask)
-            for launch, packed in zip(prepared.launches, work.packed, strict=True):
-                launch(
-                    table.packed,
-                    q.data.ptr,
-                    out.data.ptr,
-                    0 if lse is None else lse.data.ptr,
-                    0 if sinks is None else sinks.data.ptr,
-                    0 if first_seen is None else first_seen.data.ptr,
-                    packed,
-                    *factors,
-                )
+            results_at = (
+                out.data.ptr,
+                0 if lse is None else lse.data.ptr,
+                0 if sinks is None else sinks.data.ptr,
+                0,  # windows begin at their distance
+            )
+            if levels is None:
+                for launch, packed in zip(prepared.launches, work.packed, strict=True):
+                    launch(table.packed, q.data.ptr, *results_at, NO_LEVELS, packed, *factors)
+            else:
+                shared, leaves = prepared.launches
+                packed, packed_leaves = work.packed
+                # v_scale comes once, and so do sinks
+                unscaled = (*factors[:2], UNIT_SCALE)
+                shared(table.packed, q.data.ptr, *levels.for_shared, packed, *unscaled)
+                of_leaves = (*results_at, levels.packed, packed_leaves)
+                leaves(table.packed, q.data.ptr, *of_leaves, *factors)
         return (out, lse) if return_lse else out
 
     def _prepare(
@@ -302,7 +319,7 @@ class PagedAttention:
         arrays: tuple[Any, ...],
     ) -> _Prepared:
         """Check a call, and find the launch of all calls like it; ``arrays`` is their signature."""
-        op, q, qo_indptr, table, causal, window_left, custom_mask, _ = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
         sm_scale, logits_soft_cap, sinks = logits
         out, lse = results
         signature = (qo_indptr is None, *arrays)
@@ -335,14 +352,17 @@ class PagedAttention:
         if tiles and plan is not None and plan.work is not None:
             tiles = self._tiles_of_plan(op, plan.work, table.device)
         bound = []
-        for tile, grid in tiles:
+        for i, (tile, grid) in enumerate(tiles):
             capped = bool(launches.options["logits_soft_cap"])
             tile, grid = self._suited(tile, grid, capped, custom_mask is not None)
-            name = (tile.kernel, tile, grid)
+            name = (tile.kernel, tile, grid, levels is not None and i == 0)
             if name not in launches.of_tiles:
                 maps = self._kv_maps(tile) if isinstance(tile, Sm90Tile) else None
                 mine = (self._pages, maps, launches.options)
-                launches.of_tiles[name] = bind(tile, grid, *mine, q, sinks, out, lse)
+                theirs = (sinks, out, lse)
+                if levels is not None and i == 0:
+                    theirs = (None, levels.o, levels.lse)
+                launches.of_tiles[name] = bind(tile, grid, *mine, q, *theirs)
             bound.append(launches.of_tiles[name])
         return _Prepared(kind, tuple(bound))
 

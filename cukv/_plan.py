@@ -38,7 +38,7 @@ _NO_MASK = bytes(struct_layout("MaskTiles").size)
 _ITEM_BYTES = 48  # sizeof(Item) in kernels/common/work.cuh
 _PLAN_THREADS = 512  # MAX_THREADS in kernels/plan.cu
 _TEAM_THREADS = 2048  # of all requests' teams, if there are fewer requests: each thread sums up all
-_MASK_THREADS = 256  # THREADS in kernels/mask_tiles.cu
+_MASK_THREADS = 256  # MASK_THREADS in kernels/mask_tiles.cu
 _MASK_CTAS_PER_SM = 4
 _MASK_STEP = 128  # keys, kernels/common/mask.cuh
 _COST_BITS = 29  # of all tiles' cost; kernels/plan.cu takes one bit more
@@ -100,6 +100,7 @@ class Cut(NamedTuple):
     min_rows: int = 0  # it serves requests of min_rows to max_rows packed rows
     max_rows: int = (1 << 31) - 1
     cut_cost: int = 0  # steps that tiles cut at both ends of a part cost it; 0: little
+    merges: bool = False  # of a cascade: it has every leaf, but keys only of those that it serves
 
 
 class Batch(NamedTuple):
@@ -112,6 +113,7 @@ class Batch(NamedTuple):
     num_kv_heads: int
     one_row: bool  # of each request
     mask_elements: int | None  # of all requests; None: there is no mask
+    num_shared: int = 0  # requests of a cascade that come before its leaves
 
 
 class _ListSizes:
@@ -123,7 +125,7 @@ class _ListSizes:
     )  # fmt: skip
 
     def __init__(self, cut: Cut, batch: Batch, batch_invariant: bool) -> None:
-        batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements = batch
+        batch_size, num_tokens, num_rows, group_size, num_kv_heads, one_row, elements, _ = batch
         # Tiles of all requests; the last tile of each may be short.
         tiles_of_row = -(-group_size // cut.rows)
         self.max_tiles = max_tiles = batch_size * tiles_of_row
@@ -171,9 +173,10 @@ class _ListSizes:
         item_cost = cut.item_steps if max_tiles > cut.num_parts else 0
         # A unit of cost is a step, or more for calls whose steps int32 might not count.
         max_steps = -(-num_tokens // cut.step_tokens)
-        most_steps = max_tiles * (max_steps + item_cost + cut.round_steps)
-        if one_row:  # each key is a step of one request's tiles only
-            most_steps = tiles_of_row * max_steps + max_tiles * (item_cost + cut.round_steps)
+        # Each key is a step of one request's tiles only.
+        most_rows = min(num_rows * group_size, cut.max_rows)
+        tiles = tiles_of_row if one_row else -(-most_rows // cut.rows)
+        most_steps = tiles * max_steps + max_tiles * (item_cost + cut.round_steps)
         self._tail = (
             row_bits,
             cut.min_rows,
@@ -185,6 +188,8 @@ class _ListSizes:
             cut.cut_cost,
             _FIXED_ITEM_TOKENS,
             most,
+            batch.num_shared,
+            cut.merges,
         )
 
     def pack(self, base: int, tickets: int, states: int) -> tuple[bytes, bytes]:

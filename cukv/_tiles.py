@@ -65,35 +65,7 @@ def choose_tiles(
     A batch-invariant one must not depend on the batch. ``paged`` tells of keys and values that
     tensor maps can read whether they lie in pages; None: they cannot.
     """
-    k, v, device = pages.first.array, pages.second.array, pages.first.device
-    every: tuple[DecodeTile | PrefillTile, ...] = (*decode_tiles(), *prefill_tiles())
-    tiles: list[DecodeTile | PrefillTile] = [
-        tile
-        for tile in every
-        if tile.dtype == k.dtype
-        and tile.head_dim >= k.shape[3]
-        and tile.head_dim_vo >= v.shape[3]
-        and tile.aligned == aligned
-    ]
-    tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
-    least = min(tile.smem_bytes for tile in tiles)
-    tiles = [tile for tile in tiles if ctas_per_sm(tile, device)]
-    if not tiles:
-        raise NotImplementedError(
-            f"{op}: head_dim={k.shape[3]} needs {least} bytes of shared memory per CTA, this GPU "
-            f"has {smem_limits(device)[0]}"
-        )
-
-    # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
-    # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
-    # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
-    # 480 us for 490; 16 of 8192: the same; 16 of 1024: 21 for 18).
-    tiles_per_sm = batch_size * k.shape[2] / num_sms(device)
-    token_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    bytes_per_sm = num_tokens * token_bytes / num_sms(device)
-    many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
-    if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
-        tiles.reverse()
+    tiles = _fitting(op, pages, aligned, batch_size, num_tokens, batch_invariant)
 
     # As many rows as the average request has, if a tile holds them.
     packed = group_size if one_row else -(-num_rows * group_size // batch_size)
@@ -114,6 +86,73 @@ def choose_tiles(
             _on_hopper(_of_rows(many_rows, packed), pages, paged), _SHORT_ROWS + 1, _ALL_ROWS[1]
         ),
     )
+
+
+def choose_level_tiles(
+    op: str,
+    pages: PagePair,
+    aligned: bool,
+    num_rows: int,
+    group_size: int,
+    batch_size: int,
+    num_tokens: int,
+    paged: bool | None,
+) -> tuple[Served, Served]:
+    """Choose tiles for what a cascade's leaves share, and for its leaves, whose sizes are given.
+
+    The first serves leaves of many rows too. It has tiles of many rows whatever is shared: with
+    few, a tile of 128 still takes tensor cores no longer than the memory takes for its keys.
+    """
+    sizes = (op, pages, aligned, batch_size, num_tokens)
+    tiles = _fitting(*sizes, batch_invariant=False)
+    few = _fitting(*sizes, batch_invariant=False, most_rows=_SHORT_ROWS)
+    packed = -(-num_rows * group_size // max(batch_size, 1))
+    shared = _on_hopper(_of_rows(tiles, _ALL_ROWS[1]), pages, paged)
+    leaves = _of_rows(few, packed if packed <= _SHORT_ROWS else group_size)
+    return Served(shared, _SHORT_ROWS + 1, _ALL_ROWS[1]), Served(leaves, 0, _SHORT_ROWS)
+
+
+def _fitting(
+    op: str,
+    pages: PagePair,
+    aligned: bool,
+    batch_size: int,
+    num_tokens: int,
+    batch_invariant: bool,
+    most_rows: int = _ALL_ROWS[1],
+) -> list[DecodeTile | PrefillTile]:
+    """Give the portable tiles that a cache's heads fit in, those that suit a call better first."""
+    k, v, device = pages.first.array, pages.second.array, pages.first.device
+    every: tuple[DecodeTile | PrefillTile, ...] = (*decode_tiles(), *prefill_tiles())
+    tiles: list[DecodeTile | PrefillTile] = [
+        tile
+        for tile in every
+        if tile.dtype == k.dtype
+        and tile.head_dim >= k.shape[3]
+        and tile.head_dim_vo >= v.shape[3]
+        and tile.aligned == aligned
+        and tile.rows <= most_rows
+    ]
+    tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
+    least = min(tile.smem_bytes for tile in tiles)
+    tiles = [tile for tile in tiles if ctas_per_sm(tile, device)]
+    if not tiles:
+        raise NotImplementedError(
+            f"{op}: head_dim={k.shape[3]} needs {least} bytes of shared memory per CTA, this GPU "
+            f"has {smem_limits(device)[0]}"
+        )
+
+    # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
+    # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
+    # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
+    # 480 us for 490; 16 of 8192: the same; 16 of 1024: 21 for 18).
+    tiles_per_sm = batch_size * k.shape[2] / num_sms(device)
+    token_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    bytes_per_sm = num_tokens * token_bytes / num_sms(device)
+    many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
+    if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
+        tiles.reverse()
+    return tiles
 
 
 def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:

@@ -276,7 +276,9 @@ class CascadeLevels(Noun):
         Returns
         -------
         Plan
-            ``plan.update()`` makes it follow changed contents of the same arrays.
+            ``plan.update()`` makes it follow changed contents of the same arrays. On a GPU it holds
+            the partial states of a call: ``rows * num_levels * num_qo_heads * (head_dim_vo + 1)``
+            numbers of float32.
 
         Raises
         ------
@@ -292,7 +294,7 @@ class CascadeLevels(Noun):
         if cache._attention is None:
             return Plan(op, key)
         call = self._call(op, as_rows(op, "q", q), causal, window_left)
-        return plan_cascade(call, cache._attention, key)
+        return plan_cascade(call, cache._attention, cache.head_dim_vo, key)
 
     def attend(
         self,
@@ -364,10 +366,10 @@ class CascadeLevels(Noun):
 
         Notes
         -----
-        On a GPU: the launches of ``PagedKVCache.prefill`` for each level and one that merges, on
-        the current stream; no synchronisation. Rows are copied first where there is a
-        ``row_order``. Source: kernels/decode.cu, kernels/prefill_sm80.cu, kernels/prefill_sm90.cu,
-        kernels/first_seen.cu, kernels/merge_states.cu.
+        On a GPU: two launches on the current stream, whatever the number of levels, and before them
+        those of ``Plan.update`` if there is no plan; no synchronisation. Source:
+        kernels/prefill_sm90.cu, kernels/prefill_sm80.cu, kernels/decode.cu, kernels/plan.cu,
+        kernels/concat_levels.cu.
         """
         op = "CascadeLevels.attend"
         key = self._check_call(op, q, cache, causal, window_left)

@@ -10,9 +10,8 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import FLOAT32, Array, alignment, as_array, empty, home, read_only_reason
 from cukv._check import match, match_aligned, match_dtype, match_rows, match_writable
-from cukv._index import pack_index
 from cukv._kernels import kernel, one_per_thread, struct_layout
-from cukv._specialisations import KINDS, STATE_DTYPES, vector_size
+from cukv._specialisations import STATE_DTYPES, vector_size
 
 _FLOAT64 = np.dtype(np.float64)
 _VECS_PER_LANE = 2  # what a team covers at a time, see kernels/merge_states.cu
@@ -72,7 +71,12 @@ def merge_states(
     o_out, lse_out = _outputs(op, (n, num_heads, head_dim), o, out, xp)
     if xp is np:
         return _store(reference.merge_states(o, lse), o_out, lse_out)
-    _launch(*_strided_states(o, lse), k, o.dtype, o_out, lse_out, n=n)
+    row, state, head, _ = o.strides
+    lse_row, lse_state, lse_head = lse.strides
+    strides, lse_strides = (row, head, state), (lse_row, lse_head, lse_state)
+    first = (o.data.ptr, lse.data.ptr, strides, lse_strides)
+    rest = (o.data.ptr + state, lse.data.ptr + lse_state, strides, lse_strides)
+    _launch(first, rest, k, o.dtype, o_out, lse_out)
     return o_out, lse_out
 
 
@@ -124,29 +128,8 @@ def merge_state(
     o_out, lse_out = _outputs(op, o_a.shape, o_a, out, xp)
     if xp is np:
         return _store(reference.merge_state(o_a, lse_a, o_b, lse_b), o_out, lse_out)
-    states = _one_state(o_a, lse_a), _one_state(o_b, lse_b)
-    _launch(*states, 2, o_a.dtype, o_out, lse_out, n=len(o_a))
+    _launch(_one_state(o_a, lse_a), _one_state(o_b, lse_b), 2, o_a.dtype, o_out, lse_out)
     return o_out, lse_out
-
-
-def merge_levels(
-    o: Array,
-    lse: Array,
-    out: tuple[Array, Array],
-    *,
-    qo_indptr: Array,
-    row_order: Array | None,
-    sinks: Array | None,
-) -> None:
-    """Merge a cascade's levels, which are the states of ``merge_states``, into ``out``; on a GPU.
-
-    Row ``r`` becomes row ``row_order[r]`` of ``out``; rows at or past ``qo_indptr[-1]`` are none.
-    """
-    n, k, num_heads, _ = o.shape
-    if n == 0 or num_heads == 0:
-        return
-    levels = _strided_states(o, lse)
-    _launch(*levels, k, o.dtype, *out, n=n, qo_indptr=qo_indptr, row_order=row_order, sinks=sinks)
 
 
 # ------------------------------------------------------------------------------------------- parts
@@ -197,30 +180,11 @@ def _one_state(o: Array, lse: Array) -> _States:
     return o.data.ptr, lse.data.ptr, (row, head, 0), (lse_row, lse_head, 0)
 
 
-def _strided_states(o: Array, lse: Array) -> tuple[_States, _States]:
-    """Give state 0 of o [n, k, heads, head_dim] and lse, and the states behind it."""
-    row, state, head, _ = o.strides
-    lse_row, lse_state, lse_head = lse.strides
-    strides, lse_strides = (row, head, state), (lse_row, lse_head, lse_state)
-    first = (o.data.ptr, lse.data.ptr, strides, lse_strides)
-    return first, (o.data.ptr + state, lse.data.ptr + lse_state, strides, lse_strides)
-
-
 def _launch(
-    first: _States,
-    rest: _States,
-    k: int,
-    dtype: np.dtype[Any],
-    o: Array,
-    lse: Array,
-    *,
-    n: int,
-    qo_indptr: Array | None = None,
-    row_order: Array | None = None,
-    sinks: Array | None = None,
+    first: _States, rest: _States, k: int, dtype: np.dtype[Any], o: Array, lse: Array
 ) -> None:
     """Merge state 0, of ``first``, with the k - 1 states of ``rest``; all are of one dtype."""
-    num_out_rows, num_heads, head_dim = o.shape
+    n, num_heads, head_dim = o.shape
     if n * num_heads == 0:
         return
     out = _one_state(o, lse)
@@ -238,15 +202,9 @@ def _launch(
         out=_pack_states(*out[:2], *out[2], *out[3]),
         first=_pack_states(*first[:2], *first[2], *first[3]),
         rest=_pack_states(*rest[:2], *rest[2], *rest[3]),
-        row_order=pack_index(row_order),
-        qo_indptr=pack_index(qo_indptr),
-        sinks=0 if sinks is None else sinks.data.ptr,
-        sinks_stride=0 if sinks is None else sinks.strides[0],
-        num_out_rows=num_out_rows,
         num_teams=num_teams,
         num_heads=num_heads,
         k=k,
         head_dim=head_dim,
         team_bits=team_bits,
-        sinks_kind=0 if sinks is None else KINDS[sinks.dtype],
     )

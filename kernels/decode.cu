@@ -58,15 +58,21 @@ struct DecodeCta {
         int32_t last;  // whether this CTA has the last ticket
     };
 
-    // Stores four results of a row, and with the first its lse.
+    // Stores four results of a row, and with the first its lse; before, adds what the launch before
+    // has left of the row.
     static __device__ __forceinline__ void finish(
         const DecodeParams& p,
-        const State<1, 4>& state,
+        State<1, 4> state,
         const Item& item,
         int kv_head,
         int row,
         int feat) {
         const PackedRow at(p.group, item, kv_head, row);
+        if (p.levels.given()) {
+            p.levels.add_to(
+                state, at, item.is_left ? 0 : 1, p.work.num_kv_heads * p.group.divisor,
+                p.head_dim_vo, feat);
+        }
         const RowResult<DecodeParams> result(p, at, state.m, state.d);
         result.store(state.o[0], feat);
         if (feat == 0) {
@@ -91,6 +97,9 @@ struct DecodeCta {
     // of it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
     static __device__ __forceinline__ void finish_item(
         const DecodeParams& p, Smem& smem, const Item& item, int kv_head, int first_warp) {
+        if (p.levels.given()) {
+            griddepcontrol_wait();
+        }
         if (item.first_slot < 0) {
             each_vector(p, item, [&](int row, int feat) {
                 finish(p, smem.states.merge(row, feat, first_warp), item, kv_head, row, feat);
@@ -134,17 +143,21 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     auto& ring = smem.ring[warp_idx];
 
     // 1 the CTA's part, and its first keys and queries on their way; keys into the L2 even before
-    //   earlier launches have ended
+    //   earlier launches have ended. The launch that leaves states for this one begins when all
+    //   before it have ended: it is waited for where its states are needed.
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     if constexpr (ALIGNED) {
         prefetch_first_keys<Ring>(p, part, kv_head);
     }
-    griddepcontrol_wait();
+    if (!p.levels.given()) {
+        griddepcontrol_wait();
+    }
     griddepcontrol_launch_dependents();
     Item item = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
+        griddepcontrol_wait();  // so that this launch ends after all before it
         return;
     }
     if (p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing

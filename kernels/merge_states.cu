@@ -6,12 +6,9 @@
 // A team of lanes of one warp per row and head, in vectors of 16 bytes of the wider dtype. A state
 // is live if its lse is above -inf; what the others' o holds never matters. The result may be
 // written over a state: a lane has read its vectors, a team its head's lse, before it writes them.
-// For a cascade, whose states are its levels, rows may go to other rows of the output, and a sink
-// is one more logit of a head, without a value. Bound by HBM: every state read once, the result
-// written once.
-// Host: cukv/merge.py merge_states, merge_state, merge_levels
-// Reference: cukv/reference.py merge_states
-#include "common/queries.cuh"
+// Bound by HBM: every state read once, the result written once.
+// Host: cukv/merge.py merge_states, merge_state       Reference: cukv/reference.py merge_states
+#include "common/softmax.cuh"
 
 namespace cukv {
 
@@ -42,19 +39,13 @@ struct States {
 
 struct MergeStatesParams {
     States out;
-    States first;          // state 0
-    States rest;           // states 1, 2, ..., k - 1
-    Index row_order;       // [num_rows] row of `out` that each row becomes; not given: its own
-    Index qo_indptr;       // its last entry is where rows end; not given: all are rows
-    const char* sinks;     // [num_heads], or null
-    int64_t sinks_stride;  // bytes
-    int64_t num_out_rows;
+    States first;        // state 0
+    States rest;         // states 1, 2, ..., k - 1
     uint64_t num_teams;  // num_rows * num_heads
     uint64_t num_heads;
     int32_t k;
     int32_t head_dim;
     int32_t team_bits;  // log2 of a team's lanes, up to 5
-    int32_t sinks_kind;
 };
 
 static_assert(
@@ -153,25 +144,6 @@ __device__ __forceinline__ State<VECS_PER_LANE, VEC> merge(
     return state;
 }
 
-// The row of `out` that a row becomes; -1: none.
-__device__ __forceinline__ int64_t out_row(const MergeStatesParams& p, int64_t row) {
-    if (p.qo_indptr.given() && row >= p.qo_indptr[p.qo_indptr.size - 1]) {
-        return -1;
-    }
-    const int64_t to = p.row_order.given() ? p.row_order[row] : row;
-    return to < p.num_out_rows ? to : -1;
-}
-
-// Adds a head's sink to a state: a logit without a value.
-template <int VECS, int VEC>
-__device__ __forceinline__ void add_sink(
-    State<VECS, VEC>& state, const MergeStatesParams& p, int64_t head) {
-    const State<VECS, VEC> nothing;
-    const float sink = LOG2_E * load_element(p.sinks + head * p.sinks_stride, p.sinks_kind);
-    state.raise(fmaxf(state.m, sink));
-    state.add(sink, 1.0f, nothing.o);
-}
-
 template <typename FROM, typename TO, int VEC>
 __global__ void __launch_bounds__(128, 5)
     merge_states(const __grid_constant__ MergeStatesParams p) {
@@ -179,11 +151,10 @@ __global__ void __launch_bounds__(128, 5)
     const int32_t team_lanes = 1 << p.team_bits;
     const int32_t team_lane = threadIdx.x & (team_lanes - 1);
     const uint64_t team = (uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) >> p.team_bits;
-    const uint64_t row_head = min(team, p.num_teams - 1);
+    const bool owned = team < p.num_teams;
+    const uint64_t row_head = owned ? team : p.num_teams - 1;
     const int64_t row = row_head / p.num_heads;
     const uint32_t head = row_head - row * p.num_heads;
-    const int64_t to_row = out_row(p, row);
-    const bool owned = team < p.num_teams && to_row >= 0;
 
     // 2 merge and store what the team covers at a time
     float lse = NO_KEY;
@@ -195,12 +166,9 @@ __global__ void __launch_bounds__(128, 5)
             // past head_dim: any vector of the head, merged in vain
             offsets[vec] = feats[vec] < p.head_dim ? feats[vec] * int32_t{sizeof(FROM)} : 0;
         }
-        State<VECS_PER_LANE, VEC> state = merge<FROM, VEC>(p, row, head, offsets);
-        if (p.sinks != nullptr) {
-            add_sink(state, p, head);
-        }
+        const State<VECS_PER_LANE, VEC> state = merge<FROM, VEC>(p, row, head, offsets);
         lse = state.lse();
-        char* out = p.out.o_of(to_row, head);
+        char* out = p.out.o_of(row, head);
 #pragma unroll
         for (int vec = 0; vec < VECS_PER_LANE; ++vec) {
             if (owned && feats[vec] < p.head_dim) {
@@ -211,7 +179,7 @@ __global__ void __launch_bounds__(128, 5)
     // 3 every lane of the team has read its head's lse: replace it
     __syncwarp();
     if (owned && team_lane == 0) {
-        *reinterpret_cast<float*>(p.out.lse_of(to_row, head)) = lse;
+        *reinterpret_cast<float*>(p.out.lse_of(row, head)) = lse;
     }
 }
 

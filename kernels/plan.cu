@@ -11,9 +11,10 @@
 // that it falls into. A team of threads owns a request, a thread of it a run of the request's
 // tiles. Every CTA sums the costs of all requests before its own by itself, so that CTAs need not
 // wait for each other. Bound by latency. There may be two lists, of kernels that serve requests of
-// few rows and of many; half of the CTAs make each. Under a custom mask a tile's keys are those
-// that kernels/mask_tiles.cu has listed. Any contents of the index arrays are safe: pages outside
-// `indices`, rows outside q name nothing.
+// few rows and of many, or, of a cascade, whose levels are one batch (kernels/concat_levels.cu), of
+// the leaves and of what they share; half of the CTAs make each. Under a custom mask a tile's keys
+// are those that kernels/mask_tiles.cu has listed. Any contents of the index arrays are safe: pages
+// outside `indices`, rows outside q name nothing.
 // Host: cukv/_plan.py Plan.update       Reference: cukv/reference.py prefill
 #include "common/ptx.cuh"
 #include "common/scan.cuh"
@@ -83,7 +84,7 @@ struct Tile {
         const RequestRows<ONE_TILE>& rows = run.rows;
         first_row = tile_idx << list.row_bits;
         num_rows = min(list.rows_per_tile(), rows.packed_rows - first_row);
-        mask_entry = 0;
+        mask_entry = !ONE_TILE && rows.leaves_keys(list);
         if (!ONE_TILE && list.work.mask.given()) {
             const MaskTile tile = list.work.mask.tiles[run.first_mask_tile + tile_idx];
             mask_entry = tile.first_entry;
@@ -91,11 +92,10 @@ struct Tile {
             num_tokens = tile.num_tokens;
             return;
         }
-        const int32_t diagonal = rows.kv_len - rows.qo_len;  // position of the first query
         const int32_t first_q = p.group.quotient(first_row);
         const int32_t last_q = num_rows > 0 ? p.group.quotient(first_row + num_rows - 1) : -1;
-        const int32_t first = SeenFrom(p, rows.first_q_row, diagonal, first_q, last_q).least;
-        const int32_t end = p.causal ? diagonal + last_q + 1 : rows.kv_len;
+        const int32_t first = SeenFrom(p, rows.first_q_row, rows.diagonal, first_q, last_q).least;
+        const int32_t end = p.causal ? min(rows.diagonal + last_q + 1, rows.kv_len) : rows.kv_len;
         first_token = min(max(first, 0), rows.kv_len);
         num_tokens = num_rows > 0 ? max(end - first_token, 0) : 0;
     }
@@ -213,10 +213,10 @@ struct TileWriter {
     item(int32_t begin, int32_t end, int32_t item_idx, int32_t num, int32_t slot, int32_t next_slot)
         const {
         const auto short_of = [](int32_t x) { return static_cast<uint16_t>(x); };
-        return {rows.first_page,        rows.first_q_row,   rows.kv_len - rows.qo_len,
+        return {rows.first_page,        rows.first_q_row,   rows.diagonal,
                 tile.first_row,         tile.num_rows,      tile.first_token + begin,
                 tile.first_token + end, short_of(item_idx), short_of(num),
-                num > 1 ? slot : -1,    next_slot,          tile.mask_entry};
+                num > 1 ? slot : -1,    next_slot,          {tile.mask_entry}};
     }
 
     __device__ __forceinline__ void put(int64_t idx, const Item& item, int32_t first_of) const {

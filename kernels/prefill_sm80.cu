@@ -162,7 +162,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
     const int warp_first = threadIdx.x / WARP_SIZE * WARP_ROWS;  // row of a tile
 
-    // 1 the CTA's part, and its first keys on their way
+    // 1 the CTA's part, and its first keys on their way; a launch behind this one may take what SMs
+    //   this one leaves
+    griddepcontrol_launch_dependents();
     const int part = blockIdx.x / p.work.num_kv_heads;
     const Item first = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];

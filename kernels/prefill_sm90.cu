@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(384, 1)
     // The same in all lanes, which the compiler is told: descriptors then take no lane's registers.
     const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
 
-    // 1 barriers
+    // 1 barriers; a launch behind this one may take what SMs this one leaves
+    griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
         Cta::set_up(smem);
     }

@@ -9,12 +9,12 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import captured
+from cases import captured, fake_cupy
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
-from cukv import CascadeLevels, PagedKVCache, PageTable, RaggedTensor, reference
+from cukv import CascadeLevels, PagedKVCache, PageTable, RaggedTensor, _tiles, reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PAGE = 4
@@ -897,6 +897,27 @@ def test_levels_do_not_mix_homes():
         levels.attend(np.zeros((2, 2, 4)), PagedKVCache(np.zeros((9, 2, 4, 2, 4))))
 
 
+@pytest.mark.parametrize(
+    ("arch", "paged", "shared_by"),
+    [("sm_90a", True, "prefill_sm90"), ("sm_90a", None, "prefill_sm80"),
+     ("sm_80", True, "prefill_sm80")],
+)  # fmt: skip
+def test_leaves_are_decoded_and_what_they_share_has_the_widest_tiles(
+    arch, paged, shared_by, monkeypatch
+):
+    monkeypatch.setattr(_tiles, "arch_of", lambda device: arch)
+    monkeypatch.setattr(_tiles, "num_sms", lambda device: 108)
+    monkeypatch.setattr(_tiles, "smem_limits", lambda device: (163 << 10, 164 << 10))
+    cache = PagedKVCache(fake_cupy((9, 2, 16, 2, 128), "bfloat16"))
+    sizes = {"num_rows": 64, "group_size": 4, "batch_size": 64, "num_tokens": 64 * 300}
+    shared, leaves = _tiles.choose_level_tiles("op", cache._pages, True, **sizes, paged=paged)
+    assert (shared.tile.kernel, shared.tile.rows) == (shared_by, 128)
+    assert (leaves.tile.kernel, leaves.tile.rows) == ("decode", 8)
+    monkeypatch.setattr(_tiles, "smem_limits", lambda device: (40 << 10, 64 << 10))
+    with pytest.raises(NotImplementedError, match=r"op: head_dim=128 needs .* this GPU has 40960"):
+        _tiles.choose_level_tiles("op", cache._pages, True, **sizes, paged=paged)
+
+
 @pytest.mark.gpu
 def test_attend_on_the_gpu_checks_its_arguments():
     levels = two().to_device()
@@ -912,15 +933,22 @@ def test_attend_on_the_gpu_checks_its_arguments():
         levels.attend(q, cache, causal=True, plan=levels.plan(q, cache))
     with pytest.raises(TypeError, match="sinks is in NumPy"):
         levels.attend(q, cache, sinks=np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="the plan was made from other levels; when it is updated"):
+        levels.attend(q, cache, plan=two().to_device().plan(q, cache))
+    twin = CascadeLevels(levels.qo_indptr, levels.tables)
+    assert levels.attend(q, cache, plan=twin.plan(q, cache)).shape == q.shape
 
 
 class Tree:
     """Requests over levels of shared pages on the host, and rows of q."""
 
-    def __init__(self, rng, levels, *, heads=(4, 2), dim=64, layout="NHD", dtype=BF16):
+    def __init__(
+        self, rng, levels, *, heads=(4, 2), dim=64, layout="NHD", dtype=BF16, kv_dtype=None
+    ):
         self.levels, self.dtype = levels, dtype
         num_pages = 2 + max(max(page_lengths(t)[0], default=0) for t in levels.tables)
-        cache = make_cache(num_pages, levels.page_size, rng, layout, heads[1], (dim, dim), dtype)
+        sizes = (num_pages, levels.page_size, rng, layout, heads[1], (dim, dim))
+        cache = make_cache(*sizes, kv_dtype or dtype)
         poison(cache, levels.tables)
         self.cache = cache
         rows = int(levels.qo_indptr[-1][-1])
@@ -962,6 +990,19 @@ class Tree:
         assert (to_numpy(got[0])[np.isneginf(want[1])] == 0).all()
 
 
+def two_levels(prefix_len, leaf_lens, qo_lens, page_size=PAGE):
+    """Make a prefix of all requests and their leaves, of these lengths."""
+    first, tables = 0, []
+    for lens in ([prefix_len], leaf_lens):
+        pages = []
+        for n in lens:
+            pages.append(list(range(first, first + -(-n // page_size))))
+            first += len(pages[-1])
+        tables.append(make_table(pages, [(n - 1) % page_size + 1 for n in lens], page_size))
+    rows = starts(qo_lens)
+    return CascadeLevels((rows[[0, -1]], rows), tuple(tables))
+
+
 def chain(rng, depth, *, page_size=PAGE, prefix_pages=3, batch=7, qo_lens=(1,), order=True):
     """Make levels in which the groups of each level are halves of those above it."""
     lens = np.array([qo_lens[b % len(qo_lens)] for b in range(batch)])
@@ -987,10 +1028,63 @@ def _groups(batch, parts):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("order", [False, True])
 def test_levels_of_any_depth_attend_as_defined(depth, order, rng):
     Tree(rng, chain(rng, depth, order=order)).check()
+
+
+# Eight levels are put into one batch at a time: one more, and one more than twice as many.
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [9, 17])
+@pytest.mark.parametrize("window_left", [-1, 30])
+def test_more_levels_than_are_put_together_at_a_time_attend_as_defined(depth, window_left, rng):
+    levels = chain(rng, depth, batch=12, qo_lens=(1, 2))
+    Tree(rng, levels).check(window_left=window_left)
+
+
+# Empty, a token, and around the ends of pages of the cache and of tiles of keys.
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix_len", [0, 1, PAGE - 1, PAGE, 127, 128, 40 * PAGE + 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_prefixes_of_any_length_attend_as_defined(prefix_len, causal, rng):
+    levels = two_levels(prefix_len, leaf_lens=(3, 0, 1, PAGE, 9), qo_lens=(1, 2, 1, 0, 3))
+    Tree(rng, levels).check(causal=causal)
+
+
+# Requests of few packed rows and of many, whose leaves are not the same launch's.
+@pytest.mark.gpu
+@pytest.mark.parametrize("qo_len", [5, 70])
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_more_rows_than_the_leaf_has_tokens_attend_as_defined(qo_len, window_left, rng):
+    levels = two_levels(30, leaf_lens=(0, 1, 3, 5, 69, 70), qo_lens=(qo_len,) * 6)
+    Tree(rng, levels).check(causal=True, window_left=window_left)
+
+
+@pytest.mark.gpu
+def test_levels_that_have_equally_many_requests_and_pages_are_told_apart(rng):
+    cache = make_cache(11, PAGE, rng, dims=(64, 64), dtype=BF16)
+    on_gpu = cache.to_device()
+    for page_counts, qo_indptr in (
+        (([1, 1, 1], [1] * 8), ([0, 3, 6, 8], range(9))),
+        (([2], [1], [1] * 8), ([0, 8], [0, 8], range(9))),
+    ):
+        pages, tables = iter(range(11)), []
+        for counts in page_counts:
+            lists = [[next(pages) for _ in range(n)] for n in counts]
+            last = np.full(len(counts), PAGE, np.int32)
+            tables.append(PageTable(starts(counts), np.concatenate(lists), last, PAGE))
+        tree = Tree(rng, CascadeLevels(tuple(map(np.array, qo_indptr)), tuple(tables)))
+        tree.cache = cache
+        got = tree.levels.to_device().attend(cp.asarray(tree.q), on_gpu, return_lse=True)
+        tree.compare(got, tree.define())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_caches_of_fp8_attend_as_defined(dtype, rng):
+    levels = chain(rng, 3, page_size=16, prefix_pages=12, batch=9, qo_lens=(1, 3, 40))
+    Tree(rng, levels, dim=128, kv_dtype=np.dtype(dtype)).check(causal=True, k_scale=0.5)
 
 
 @pytest.mark.gpu
@@ -1065,6 +1159,16 @@ def test_results_go_where_told_and_rows_past_the_levels_are_left_alone(rng):
     tree.compare((out[:rows], lse[:rows]), tree.define())
     assert (out[rows:] == 7).all()
     assert (lse[rows:] == 7).all()
+
+    lost = tree.levels.row_order[:2]
+    levels.row_order[:2] = cp.asarray([-5, rows + 99], np.int32)  # name no row
+    for result in (out, lse):
+        result[...] = 7
+    levels.attend(q, cache, out=out, lse=lse)
+    results = to_numpy(out), to_numpy(lse)
+    kept = np.setdiff1d(np.arange(rows), lost)
+    tree.compare([x[kept] for x in results], [x[kept] for x in tree.define()])
+    assert all((x[lost] == 7).all() for x in results)
 
 
 @pytest.mark.gpu

@@ -124,9 +124,19 @@ class Arguments:
         return cukv.CascadeLevels((self.qo_indptr[::4], self.qo_indptr), (root, table), order)
 
     @functools.cached_property
-    def cascade_plan(self):
-        """Plan that captured calls over levels are given."""
-        return self.levels.plan(self.q, self.kv, causal=True, window_left=30)
+    def cascade_plans(self):
+        """Plans that captured calls over levels are given, by window."""
+        return {
+            window: self.levels.plan(self.q, self.kv, causal=True, window_left=window)
+            for window in (-1, 30)
+        }
+
+    def attend_levels(self, window_left):
+        """Attend over levels."""
+        return self.levels.attend(
+            self.q, self.kv, causal=True, window_left=window_left,
+            plan=self.cascade_plans[window_left], return_lse=True,
+        )  # fmt: skip
 
 
 CALLS = {
@@ -173,9 +183,8 @@ CALLS = {
         a.rows, a.kv_table, custom_mask=a.tree, plan=a.mask_plan, return_lse=True
     ),
     "Plan.update under a mask": lambda a: a.mask_plan.update(),
-    "CascadeLevels.attend": lambda a: a.levels.attend(
-        a.q, a.kv, causal=True, window_left=30, plan=a.cascade_plan, return_lse=True
-    ),
+    "CascadeLevels.attend": lambda a: a.attend_levels(-1),
+    "CascadeLevels.attend in a window": lambda a: a.attend_levels(30),
 }
 
 

@@ -1,6 +1,6 @@
 // What a launch of attention over pages is given, by whichever kernel.
 #pragma once
-#include "common/queries.cuh"
+#include "common/levels.cuh"
 
 namespace cukv {
 
@@ -11,6 +11,7 @@ struct AttentionParams {
     char* lse;                  // [rows, num_qo_heads] float32, base 2, or null
     const char* sinks;          // [num_qo_heads], or null
     const int32_t* first_seen;  // [rows], see common/window.cuh, or null
+    Levels levels;
     WorkList work;
     Scale q_scale;
     Scale k_scale;

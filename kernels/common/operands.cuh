@@ -5,7 +5,7 @@
 //
 //   keys    a lane's register is 4 neighbouring columns of a token, 4 t to 4 t + 3, where the
 //           product wants 2 t, 2 t + 1 and 2 t + 8, 2 t + 9. A product over columns may take them
-//           in any order if both sides do, so queries are read in this one (load_fragment).
+//           in any order if both sides do, so queries are read in this one.
 //   values  a lane's register is columns 2 g and 2 g + 1 of two tokens. One product takes the even
 //           columns of 16, the next the odd ones: the sums' tiles 2 i and 2 i + 1 alternate, until
 //           `neighbours` puts them in order.

@@ -27,6 +27,13 @@ struct PackedRow {
         q_row = item.first_q_row + query;
         qo_head = int64_t{kv_head} * group.divisor + packed - query * group.divisor;
     }
+
+    // The same in an array whose rows are others; null: they are not.
+    __device__ __forceinline__ PackedRow in(const int32_t* rows) const {
+        PackedRow other = *this;
+        other.q_row = rows == nullptr ? q_row : rows[q_row];
+        return other;
+    }
 };
 
 // Query rows and results: [rows, num_qo_heads, ...], strides in bytes.
@@ -115,7 +122,7 @@ struct QueryTile {
 };
 
 // A thread's share of a tile's query rows on their way: loaded an item ahead, stored as operands
-// when the tile is free. Params: q, q_rows, group, head_dim.
+// when the tile is free. Params: q, q_rows, levels, group, head_dim.
 template <typename KV, int HEAD_DIM, int ROWS, int THREADS>
 struct QueryLoader {
     static constexpr int CHUNKS = HEAD_DIM / 8;  // of a row
@@ -137,7 +144,8 @@ struct QueryLoader {
         for (int i = 0; i < NUM; ++i) {
             x[i].bits = uint4{};
             if (row_of(i) < item.num_rows && feat() < p.head_dim) {
-                const PackedRow at(p.group, item, kv_head, row_of(i));
+                const PackedRow row(p.group, item, kv_head, row_of(i));
+                const PackedRow at = row.in(p.levels.q_rows);
                 const int num_bytes = feat() * element_bytes(p.q_rows.kind);
                 x[i].load(p.q + p.q_rows.offset(at) + num_bytes, p.q_rows.kind, p.q_rows.aligned);
             }
@@ -221,17 +229,17 @@ __device__ __forceinline__ void store_4(char* to, const float (&x)[4], int kind,
 }
 
 // What finishes a row: sums times `factor` are its output. Params: sinks, sinks_stride, sinks_kind,
-// v_scale, o, o_rows, lse, lse_rows.
+// v_scale, o, o_rows, lse, lse_rows, levels.
 template <typename Params>
 struct RowResult {
     const Params& p;
-    const PackedRow at;
+    const PackedRow at;  // in o; of no row if negative
     float factor;
     float lse;
 
     // Of a row's maximum and denominator. A sink is one more logit, without a value.
-    __device__ __forceinline__ RowResult(const Params& p, const PackedRow& at, float m, float d)
-        : p(p), at(at) {
+    __device__ __forceinline__ RowResult(const Params& p, const PackedRow& row, float m, float d)
+        : p(p), at(row.in(p.levels.o_rows)) {
         float scale = 1.0f;
         if (p.sinks != nullptr) {
             const char* from = p.sinks + at.qo_head * p.sinks_stride;
@@ -253,12 +261,14 @@ struct RowResult {
         for (int i = 0; i < 4; ++i) {
             x[i] = fmaf(sums[i], factor, 0.0f);
         }
-        char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
-        store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
+        if (at.q_row >= 0) {
+            char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
+            store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
+        }
     }
 
     __device__ __forceinline__ void store_lse() const {
-        if (p.lse != nullptr) {
+        if (p.lse != nullptr && at.q_row >= 0) {
             *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = lse;
         }
     }

@@ -3,7 +3,7 @@
 // Queries of an item lie in one of Cta::SLOTS places, and so do its results when the team has
 // computed them. Cta: Queries and Results, their tiles; TEAM_ROWS; Order, which tells the team what
 // to do; Smem with q, orders and their barriers. Params: q, q_rows, q_map and q_mapped, whether it
-// may be used; the same of o; group, sm_scale, q_scale, k_scale, head_dim_vo.
+// may be used; the same of o; levels, group, sm_scale, q_scale, k_scale, head_dim_vo.
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/queries.cuh"
@@ -24,13 +24,18 @@ struct RowServer {
     // its last.
     template <typename Tile, int UNROLL, typename Visit>
     __device__ __forceinline__ void each_chunk(
-        char* tile, const QueryRows& rows, const Order& order, Visit visit) const {
+        char* tile,
+        const QueryRows& rows,
+        const int32_t* row_map,  // see PackedRow::in
+        const Order& order,
+        Visit visit) const {
         constexpr int CHUNKS = Tile::COLUMNS / 8;  // of a row
         const int lane_idx = threadIdx.x % WARP_SIZE;
 #pragma unroll 1
         for (int first = 0; first < Cta::TEAM_ROWS; first += WARP_SIZE) {
             const int own = min(team * Cta::TEAM_ROWS + first + lane_idx, order.item.num_rows - 1);
-            const int64_t offset = rows.offset(PackedRow(p.group, order.item, order.kv_head, own));
+            const PackedRow at(p.group, order.item, order.kv_head, own);
+            const int64_t offset = rows.offset(at.in(row_map));
 #pragma unroll UNROLL
             for (int i = lane_idx; i < WARP_SIZE * CHUNKS; i += WARP_SIZE) {
                 const int row = i / CHUNKS, chunk = i % CHUNKS;
@@ -51,10 +56,12 @@ struct RowServer {
     __device__ __forceinline__ void copy_queries(int slot, const Order& order) const {
         if (threadIdx.x % WARP_SIZE == 0) {
             uint64_t& full = smem.q_full[slot][team];
+            const int32_t row = first_q_row(order.item);
             mbarrier_arrive_expect_tx(full, Cta::Queries::BYTES);
             cp_async_bulk_tensor_4d(
                 smem_address(smem.q[slot][team]), p.q_map, full, 0,
-                order.kv_head * static_cast<int32_t>(p.group.divisor), first_q_row(order.item), 0);
+                order.kv_head * static_cast<int32_t>(p.group.divisor),
+                p.levels.q_rows == nullptr ? row : p.levels.q_rows[row], 0);
         }
     }
 
@@ -63,17 +70,19 @@ struct RowServer {
         using Queries = typename Cta::Queries;
         char* tile = smem.q[slot][team];
         if (p.q_rows.aligned) {
-            each_chunk<Queries, 8>(tile, p.q_rows, order, [&](char* to, int64_t offset, int, int) {
-                cp_async_16(smem_address(to), p.q + offset, 16);
-            });
+            each_chunk<Queries, 8>(
+                tile, p.q_rows, p.levels.q_rows, order, [&](char* to, int64_t offset, int, int) {
+                    cp_async_16(smem_address(to), p.q + offset, 16);
+                });
             cp_async_commit_group();
             cp_async_wait_group<0>();
         } else {
-            each_chunk<Queries, 1>(tile, p.q_rows, order, [&](char* to, int64_t offset, int, int) {
-                Query8 x;
-                x.load(p.q + offset, p.q_rows.kind, false);
-                *reinterpret_cast<uint4*>(to) = x.bits;
-            });
+            each_chunk<Queries, 1>(
+                tile, p.q_rows, p.levels.q_rows, order, [&](char* to, int64_t offset, int, int) {
+                    Query8 x;
+                    x.load(p.q + offset, p.q_rows.kind, false);
+                    *reinterpret_cast<uint4*>(to) = x.bits;
+                });
         }
         if (negate) {
             __syncwarp();  // the other lanes' copies have landed too
@@ -108,7 +117,7 @@ struct RowServer {
         }
         const int num_rows = Cta::own_rows(order.item, team);
         each_chunk<typename Cta::Results, 8>(
-            smem.q[slot][team], p.o_rows, order,
+            smem.q[slot][team], p.o_rows, nullptr, order,
             [&](char* from, int64_t offset, int row, int column) {
                 const uint4 x = *reinterpret_cast<const uint4*>(from);
                 if (row < num_rows && column < p.head_dim_vo) {
@@ -138,7 +147,7 @@ struct RowServer {
                 if (lane_idx == 0) {
                     mbarrier_arrive(smem.q_full[slot][team]);
                 }
-            } else if (p.q_mapped && !negate) {
+            } else if (p.q_mapped && p.levels.q_adjacent && !negate) {
                 copy_queries(slot, order);
             } else {
                 load_queries(slot, order, negate);

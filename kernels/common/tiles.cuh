@@ -17,6 +17,8 @@ struct TileList {
     int32_t cut_cost;           // steps that tiles cut at both ends of a part cost it; 0: little
     int32_t fixed_item_tokens;  // where items are fixed
     int32_t max_fixed_items;    // of a request, where items are fixed
+    int32_t num_shared;  // of the requests, those of a cascade's levels above its leaves: the first
+    int32_t merges;      // 1: it has all leaves of a cascade, whatever their rows, and nothing else
 
     __device__ __forceinline__ int32_t rows_per_tile() const { return 1 << row_bits; }
 };
@@ -35,6 +37,7 @@ struct RequestRows {
     int32_t first_q_row;
     int32_t kv_len;
     int32_t qo_len;
+    int32_t diagonal;  // position of the first query
     int32_t packed_rows;
     int32_t num_tiles;  // of the list; 0 where another list serves the request
 
@@ -58,10 +61,23 @@ struct RequestRows {
         }
         packed_rows = qo_len * p.group.divisor;
         num_tiles = 1;
+        diagonal = kv_len - qo_len;
         if constexpr (!ONE_TILE) {
-            const bool served = packed_rows >= list.min_rows && packed_rows <= list.max_rows;
+            bool served = packed_rows >= list.min_rows && packed_rows <= list.max_rows;
+            if (request_idx < list.num_shared) {
+                served = !list.merges && kv_len > 0;
+                diagonal = kv_len;  // all rows are behind all keys
+            } else if (leaves_keys(list)) {
+                served = true;
+                kv_len = 0;
+            }
             num_tiles = served ? (packed_rows + list.rows_per_tile() - 1) >> list.row_bits : 0;
         }
+    }
+
+    // Whether the list has a leaf's rows only, and another list its keys.
+    __device__ __forceinline__ bool leaves_keys(const TileList& list) const {
+        return list.merges && packed_rows > list.max_rows;
     }
 };
 

@@ -2,7 +2,7 @@
 //
 // Usually it is window_left keys before the query's position. In the upper levels of a cascade,
 // whose keys many requests share, queries of a tile stand at positions of their own: there it is
-// read. Params: window_left, and first_seen, which is indexed by rows of q, or null.
+// read. Params: window_left, and first_seen, which is indexed by rows as items count them, or null.
 #pragma once
 #include "common/types.cuh"
 

@@ -17,7 +17,7 @@ namespace cukv {
 // All that a CTA needs to know of an item, so that nothing else is read before the first keys.
 struct alignas(16) Item {
     int32_t first_page;   // the request's pages are indices[first_page], ...
-    int32_t first_q_row;  // row of q, o and lse of the request's first query
+    int32_t first_q_row;  // of q, o and lse, unless common/levels.cuh says otherwise
     int32_t diagonal;     // kv_len - qo_len: position of the request's first query
     int32_t first_row;    // packed rows [first_row, first_row + num_rows) of the request
     int32_t num_rows;
@@ -27,7 +27,10 @@ struct alignas(16) Item {
     uint16_t num_items;  // of the tile
     int32_t first_slot;  // of item 0, whose ticket is the tile's; -1: there is no other item
     int32_t next_slot;   // of item 1; those of items 2, 3, ... are behind it
-    int32_t mask_entry;  // of the tile's first, under a mask
+    union {
+        int32_t mask_entry;  // of the tile's first, under a mask
+        int32_t is_left;     // of a cascade: whether another list has the keys of the leaf
+    };
 
     __device__ __forceinline__ int32_t slot(int32_t i) const {
         return i == 0 ? first_slot : next_slot + i - 1;

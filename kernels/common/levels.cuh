@@ -1,0 +1,63 @@
+// The levels of a cascade as attention launches see them: as requests of one batch.
+//
+// Every level divides the same rows into requests of its own. In the work lists row r of the leaves
+// is row r, row r of the level above them is row num_rows + r, and so on. One launch attends to the
+// keys above the leaves, and to those of leaves of many rows: it leaves states. The next one
+// attends to the keys of the other leaves, and merges into every row what the first has left of it.
+#pragma once
+#include "common/queries.cuh"
+
+namespace cukv {
+
+struct Levels {
+    const int32_t* q_rows;  // [num_levels, num_rows] row of q that each row is; null: itself
+    const int32_t* o_rows;  // the same of o and lse, negative: of none; null: itself
+    const float* o;         // [num_levels, num_rows, num_qo_heads, head_dim_vo]; null: no states
+    const float* lse;       // [num_levels, num_rows, num_qo_heads] base 2, -inf where o is nothing
+    int64_t num_rows;
+    int32_t num_levels;
+    int32_t q_adjacent;  // 1: adjacent rows of a request are adjacent rows of q
+
+    // Whether this launch merges the states that the one before it leaves.
+    __device__ __forceinline__ bool given() const { return o != nullptr; }
+
+    // Adds to four sums of a leaf's row what was left of it, at levels from `first` on.
+    __device__ __forceinline__ void add_to(
+        State<1, 4>& state,
+        const PackedRow& at,
+        int32_t first,
+        int num_qo_heads,
+        int head_dim,
+        int feat) const {
+        constexpr int IN_FLIGHT = 4;
+        for (int32_t base = first; base < num_levels; base += IN_FLIGHT) {
+            const auto row = [&](int i) {
+                const int32_t level = min(base + i, num_levels - 1);
+                return (level * num_rows + at.q_row) * num_qo_heads + at.qo_head;
+            };
+            float m[IN_FLIGHT], largest = state.m;
+            float4 x[IN_FLIGHT];
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const float found = __ldcg(lse + row(i));
+                m[i] = base + i < num_levels ? found : NO_KEY;
+                largest = fmaxf(largest, m[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (m[i] > NO_KEY) {
+                    x[i] = __ldcg(reinterpret_cast<const float4*>(o + row(i) * head_dim + feat));
+                }
+            }
+            state.raise(largest);
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; ++i) {
+                const float sums[1][4] = {{x[i].x, x[i].y, x[i].z, x[i].w}};
+                state.add(m[i], 1.0f, sums);
+            }
+        }
+    }
+};
+
+}  // namespace cukv
