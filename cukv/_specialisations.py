@@ -313,7 +313,9 @@ class MlaDecodeTile(NamedTuple):
     def held(self) -> int:
         """Steps of 16 columns of q_nope that registers hold beside sums and conversions."""
         if self.warps == 8:
-            return 30
+            return 20 if self.kpe in FP8 else 26 if self.ckv in FP8 else 30
+        if self.kpe in FP8:
+            return 4
         return 8 if self.ckv in FP8 else 16
 
     @property
@@ -332,9 +334,8 @@ class MlaDecodeTile(NamedTuple):
         ring = self.stages * self.tokens * (512 * self.ckv.itemsize + 128)
         weights, maxima = 16 * 128, 16 * self.warps * 4
         queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
-        keys = self.stages * self.warps + self.warps * 8 * 16  # and where rows begin
-        rows, item, gates = 16 * 8, 48, 2 * 56
-        used = ring + weights + queries + maxima + keys + rows + item + gates + 64  # and padding
+        keys, scales, item, gates = self.stages * self.warps, 16 * 8, 48 + 8, 2 * 56
+        used = ring + weights + queries + maxima + keys + scales + item + gates + 64  # and padding
         return int(-(-used // 1024) * 1024)
 
     @property
@@ -401,7 +402,7 @@ class MlaDecodeSm90Tile(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
-        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 22 * 8, 2 * 48 + 2 * 56
+        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 23 * 8, 2 * 48 + 2 * 56
         return int(-(-(tiles + states + barriers + items) // 1024) * 1024)
 
     @property

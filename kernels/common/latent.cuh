@@ -1,9 +1,10 @@
-// Attention over latent rows: what its kernels are given, and how tiles of several items end.
+// Attention over latent rows: what its kernels are given, and where a tile's rows are.
 //
 // All query heads share one key, [ckv, kpe] of a token, and one value, its ckv. Heads fall into
 // blocks, which the work list calls KV heads: the CTAs of all blocks walk side by side, so that a
 // token comes from memory once. The last block may be short.
 #pragma once
+#include "common/kv_ring.cuh"
 #include "common/queries.cuh"
 #include "common/slots.cuh"
 
@@ -34,6 +35,34 @@ struct LatentParams {
     int32_t causal;
     int32_t evict_first;  // 1: latent rows leave the L2 first
 };
+
+// Starts bringing what a part begins with into the L2, its first TOKENS latent rows too, by THREADS
+// threads, before earlier launches have ended.
+template <typename CKV, typename KPE, int TOKENS, int THREADS>
+__device__ __forceinline__ void prefetch_first_rows(const LatentParams& p, int part) {
+    constexpr int LINE = 128;  // bytes
+    constexpr int CKV_LINES = HEAD_DIM_CKV * sizeof(CKV) / LINE;
+    constexpr int SHARERS = THREADS / TOKENS;  // threads of a row
+    static_assert(SHARERS > 0 && HEAD_DIM_KPE * sizeof(KPE) <= LINE, "a row of kpe is a line");
+    if (LAUNCHED_EARLY) {
+        if (threadIdx.x < 2) {
+            prefetch_l2((threadIdx.x == 0 ? p.work.part_begin : p.work.part_end) + part);
+        }
+        const Item item = load_item_past_l1(p.work.first_items + part);
+        const int token = threadIdx.x / SHARERS;
+        Slot slot;
+        if (token < TOKENS && find_early(p.table, item, int64_t{item.first_token} + token, slot) &&
+            p.ckv.has(slot.page) && p.kpe.has(slot.page)) {
+#pragma unroll
+            for (int line = threadIdx.x % SHARERS; line < CKV_LINES; line += SHARERS) {
+                prefetch_l2(p.ckv.row(slot, 0) + line * LINE);
+            }
+            if (threadIdx.x % SHARERS == 0) {
+                prefetch_l2(p.kpe.row(slot, 0));
+            }
+        }
+    }
+}
 
 // A row of a tile in q, o and lse.
 struct LatentRow {
@@ -108,199 +137,10 @@ struct LatentSight {
         return item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + row));
     }
 
-    static __device__ __forceinline__ bool sees(
-        const LatentParams& p, const Item& item, int row, int32_t token) {
-        return !p.causal || token <= position(p, item, row);
-    }
-};
-
-// The gate of a tile of several items, behind which all of its slots are written.
-//
-// An item's CTA arrives when its slot is written, and the last one opens the gate. A CTA that has
-// nothing else to do waits there to merge its share of the tile's rows; but not for ever, since the
-// others may not be running. One that leaves says so, and then the last to arrive merges all
-// shares. A share comes out the same whoever merges it, once or twice.
-struct Gate {
-    static constexpr int32_t LEFT = 1 << 10;        // after which a CTA that has left counts
-    static constexpr int32_t OPENED = 1 << 20;      // how often the gate was opened, modulo 2^12
-    static constexpr long long PATIENCE = 1 << 16;  // clocks, several times what a merge takes
-    enum Shares : int32_t { NONE, OWN, ALL, NOT_YET };  // of a tile, for a CTA to merge
-
-    // A CTA's way through the gate of its item's tile, in shared memory; one thread goes it.
-    Item item;
-    int32_t opened;  // the ticket's upper bits before
-    Shares shares;
-
-    // The tile's ticket: items that have arrived, CTAs that have left, openings.
-    __device__ __forceinline__ int32_t* ticket(const WorkList& work, int kv_head) const {
-        return work.tickets + int64_t{item.first_slot} * work.num_kv_heads + kv_head;
-    }
-
-    // Behind a barrier after the slot was written, if there is one.
-    __device__ __forceinline__ void arrive(const WorkList& work, const Item& of, int kv_head) {
-        item = of;
-        shares = NONE;
-        if (item.first_slot < 0 || item.num_rows == 0) {
-            return;
-        }
-        const uint32_t before = atom_add_acq_rel(ticket(work, kv_head), 1);
-        opened = before / OPENED;
-        shares = NOT_YET;
-        if (before % LEFT == item.num_items - 1) {
-            st_release(ticket(work, kv_head), (before / OPENED + 1) * OPENED);
-            shares = before % OPENED < LEFT ? OWN : ALL;
-        }
-    }
-
-    // Settles which shares to merge; their slots can be read behind a barrier.
-    __device__ __forceinline__ void wait(const WorkList& work, int kv_head) {
-        const long long begin = clock64();
-        while (shares == NOT_YET) {
-            const uint32_t found = ld_acquire(ticket(work, kv_head));
-            if (found / OPENED != opened) {
-                shares = OWN;
-            } else if (clock64() - begin > PATIENCE && found % LEFT < item.num_items) {
-                // Leaves, unless the last item arrives first: then the gate is about to open.
-                const uint32_t left = atomicCAS(
-                    reinterpret_cast<uint32_t*>(ticket(work, kv_head)), found, found + LEFT);
-                shares = left == found ? NONE : NOT_YET;
-            }
-        }
-    }
-};
-
-// Merges shares of a tile whose slots are written: the i-th of num_items shares is an equal run of
-// vectors of four sums. THREADS threads with their own barrier `sync`.
-template <int ROWS, int THREADS, typename Sync>
-struct LatentMerge {
-    static constexpr int VECS = HEAD_DIM_CKV / 4;                // of a row
-    static constexpr int STATES = MAX_LATENT_ITEMS / WARP_SIZE;  // of a row that a lane weighs
-
-    const LatentParams& p;
-    const Item& item;
-    int block;
-    int thread_idx;
-    float* weights;  // in shared memory, [ROWS + 2 * num_items]
-    Sync sync;
-
-    __device__ __forceinline__ void merge(Gate::Shares shares) const {
-        const int32_t n = shares == Gate::ALL ? item.num_items : shares == Gate::OWN;
-        for (int32_t i = 0; i < n; ++i) {
-            const int32_t share = shares == Gate::ALL ? i : item.item_idx;
-            const int32_t total = item.num_rows * VECS;
-            const int32_t begin = total * share / item.num_items;
-            const int32_t end = total * (share + 1) / item.num_items;
-            weigh(begin, end);
-            sync();  // weights are there
-            if (end - begin <= THREADS) {
-                add_up<1, 16>(begin, end);
-            } else {
-                add_up<4, 4>(begin, end);
-            }
-            sync();  // weights have been read
-        }
-    }
-
-    // Row 0 of the i-th item, among all rows of all slots.
-    __device__ __forceinline__ int64_t slot_row(int32_t i) const {
-        return Slots<ROWS, HEAD_DIM_CKV>{p.work, item, block}.slot_row(i, 0);
-    }
-
-    // Weights of all items for each row of [begin, end), and the lse of rows that begin there.
-    // A row belongs to `width` neighbouring lanes.
-    __device__ __forceinline__ void weigh(int32_t begin, int32_t end) const {
-        int width = 2;
-        while (width < item.num_items && width < WARP_SIZE) {
-            width *= 2;
-        }
-        const int lane_idx = thread_idx % width;
-        const int first_row = begin / VECS, end_row = (end + VECS - 1) / VECS;
-        for (int base = first_row; base < end_row; base += THREADS / width) {
-            const int row = min(base + thread_idx / width, end_row - 1);
-            float2 md[STATES];
-            float m = NO_KEY;
-#pragma unroll
-            for (int k = 0; k < STATES; ++k) {
-                const int i = lane_idx + k * width;
-                md[k] = make_float2(NO_KEY, 0.0f);
-                if (i < item.num_items) {
-                    const float* from = p.work.states + (slot_row(i) + row) * 2;
-                    md[k] = __ldcg(reinterpret_cast<const float2*>(from));
-                }
-                m = fmaxf(m, md[k].x);
-            }
-            for (int distance = width / 2; distance > 0; distance /= 2) {
-                m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, distance));
-            }
-            const float base_m = m > NO_KEY ? m : 0.0f;
-            float d = 0.0f;
-#pragma unroll
-            for (int k = 0; k < STATES; ++k) {
-                md[k].x = ex2(md[k].x - base_m);
-                d = fmaf(md[k].x, md[k].y, d);
-            }
-            for (int distance = width / 2; distance > 0; distance /= 2) {
-                d += __shfl_xor_sync(0xffffffffu, d, distance);
-            }
-            const float factor = LatentRow::factor(p, d);
-#pragma unroll
-            for (int k = 0; k < STATES; ++k) {
-                const int i = lane_idx + k * width;
-                if (i < item.num_items) {
-                    weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
-                }
-            }
-            if (lane_idx == 0 && row * VECS >= begin) {
-                LatentRow(p, item, block, row).store_lse(m, d);
-            }
-        }
-    }
-
-    // Outputs of the vectors [begin, end): a thread has NUM of them and IN_FLIGHT items at a time.
-    template <int NUM, int IN_FLIGHT>
-    __device__ __forceinline__ void add_up(int32_t begin, int32_t end) const {
-        const int first_row = begin / VECS;
-        for (int base = begin + thread_idx; base < end; base += NUM * THREADS) {
-            float sums[NUM][4] = {};
-            for (int first = 0; first < item.num_items; first += IN_FLIGHT) {
-                float4 x[IN_FLIGHT][NUM];
-#pragma unroll
-                for (int k = 0; k < IN_FLIGHT; ++k) {
-                    const int item_idx = min(first + k, item.num_items - 1);
-                    const float* from = p.work.sums + slot_row(item_idx) * HEAD_DIM_CKV;
-#pragma unroll
-                    for (int i = 0; i < NUM; ++i) {
-                        const int vec = base + i * THREADS;
-                        x[k][i] = float4{};
-                        if (vec < end && first + k < item.num_items) {
-                            x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + vec * 4));
-                        }
-                    }
-                }
-#pragma unroll
-                for (int k = 0; k < IN_FLIGHT; ++k) {
-#pragma unroll
-                    for (int i = 0; i < NUM; ++i) {
-                        const int row = min(base + i * THREADS, end - 1) / VECS - first_row;
-                        const int item_idx = min(first + k, item.num_items - 1);
-                        const float w = weights[row * item.num_items + item_idx];
-                        sums[i][0] = fmaf(w, x[k][i].x, sums[i][0]);
-                        sums[i][1] = fmaf(w, x[k][i].y, sums[i][1]);
-                        sums[i][2] = fmaf(w, x[k][i].z, sums[i][2]);
-                        sums[i][3] = fmaf(w, x[k][i].w, sums[i][3]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < NUM; ++i) {
-                const int vec = base + i * THREADS;
-                if (vec < end) {
-                    LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
-                        visit(sums[i], vec % VECS * 4);
-                    });
-                }
-            }
-        }
+    // The last token that a row sees.
+    static __device__ __forceinline__ int32_t
+    last(const LatentParams& p, const Item& item, int row) {
+        return p.causal ? position(p, item, row) : 0x7fffffff;
     }
 };
 
