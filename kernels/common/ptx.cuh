@@ -138,6 +138,11 @@ __device__ __forceinline__ void cp_async_16(
         : "memory");
 }
 
+// Starts a copy of 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t to_smem, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_smem), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
