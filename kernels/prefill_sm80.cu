@@ -289,7 +289,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     late_scale = 1.0f;
                 }
                 Cta::hide(p, sight, s, token, mask_class, smem.ring.all_keys(step), first);
-                warp.raise(s, late_scale);
                 warp.weigh(s, late_scale);
                 multiply_values<KV, Ring::V_ROW_BYTES>(
                     warp.o, s, v_smem + first * Ring::V_ROW_BYTES);

@@ -52,60 +52,52 @@ struct WarpState {
         }
     }
 
-    // Moves maxima up to those of logits, which are the scores times a positive scale; sums fall
-    // behind.
-    template <int TILES>
-    __device__ __forceinline__ void raise(const float (&s)[M_TILES][TILES][4], float scale) {
-        float factors[M_TILES][2];
-        bool any_falls = false;
-#pragma unroll
-        for (int i = 0; i < M_TILES * 2; ++i) {
-            const int m_tile = i / 2, half_idx = i % 2;
-            const float m_old = m[m_tile][half_idx];
-            m[m_tile][half_idx] = fmaxf(m_old, scale * largest(s[m_tile], half_idx));
-            const float factor = ex2(m_old - m[m_tile][half_idx]);
-            d[m_tile][half_idx] *= factor;
-            factors[m_tile][half_idx] = factor;
-            any_falls |= factor != 1.0f;
-        }
-        // Most steps raise no maximum, and then nothing falls behind.
-        if (__any_sync(0xffffffffu, any_falls)) {
-#pragma unroll
-            for (int i = 0; i < M_TILES * FEAT_TILES * 4; ++i) {
-                const int m_tile = i / (FEAT_TILES * 4), tile = i / 4 % FEAT_TILES, k = i % 4;
-                o[m_tile][tile][k] *= factors[m_tile][k / 2];
-            }
-        }
-    }
-
-    // Of a row's scores, in all its lanes.
-    template <int TILES>
-    static __device__ __forceinline__ float largest(const float (&s)[TILES][4], int half_idx) {
-        float x = NO_KEY;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            x = fmaxf(x, fmaxf(s[tile][2 * half_idx], s[tile][2 * half_idx + 1]));
-        }
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-        return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-    }
-
-    // Turns scores into weights, once maxima are raised.
+    // Turns logits, which are the scores times a positive scale, into weights relative to the row's
+    // maximum, which they may raise.
     template <int TILES>
     __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][4], float scale) {
 #pragma unroll
-        for (int i = 0; i < M_TILES * 2; ++i) {
-            const int m_tile = i / 2, half_idx = i % 2;
-            float sum = 0.0f;
+        for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
+            float factor[2];
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                float* pair = &s[m_tile][tile][2 * half_idx];
-                pair[0] = ex2(fmaf(pair[0], scale, -m[m_tile][half_idx]));
-                pair[1] = ex2(fmaf(pair[1], scale, -m[m_tile][half_idx]));
-                sum += pair[0] + pair[1];
+            for (int half_idx = 0; half_idx < 2; ++half_idx) {
+                factor[half_idx] = weigh_row(s[m_tile], m_tile, half_idx, scale);
             }
-            d[m_tile][half_idx] += sum;
+            // Most steps raise no maximum, and then nothing falls behind.
+            if (!__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < FEAT_TILES * 4; ++i) {
+                o[m_tile][i / 4][i % 4] *= factor[i % 4 / 2];
+            }
         }
+    }
+
+    // The same of one row; gives the factor by which its sums fall behind.
+    template <int TILES>
+    __device__ __forceinline__ float weigh_row(
+        float (&s)[TILES][4], int m_tile, int half_idx, float scale) {
+        float m_new = NO_KEY;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            m_new = fmaxf(m_new, fmaxf(s[tile][2 * half_idx], s[tile][2 * half_idx + 1]));
+        }
+        m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 1));
+        m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 2));
+        m_new = fmaxf(m[m_tile][half_idx], m_new * scale);
+        const float factor = ex2(m[m_tile][half_idx] - m_new);
+        float sum = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            float* pair = &s[tile][2 * half_idx];
+            pair[0] = ex2(fmaf(pair[0], scale, -m_new));
+            pair[1] = ex2(fmaf(pair[1], scale, -m_new));
+            sum += pair[0] + pair[1];
+        }
+        m[m_tile][half_idx] = m_new;
+        d[m_tile][half_idx] = d[m_tile][half_idx] * factor + sum;
+        return factor;
     }
 };
 
