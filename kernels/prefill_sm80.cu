@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         __syncwarp();  // the sight is there
 
         // 2 steps: the next one's keys come while this one is computed
-        typename Cta::Warp warp;
+        typename Cta::Warp warp(Cta::Warp::LOWEST);
 #pragma unroll 1
         for (int32_t step_token = item.first_token; step_token < item.end_token;
              step_token += TOKENS, ++step) {
