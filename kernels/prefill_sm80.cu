@@ -63,7 +63,7 @@ struct PrefillCta {
 
     // The part of an item that is this warp's: some of its rows.
     static __device__ __forceinline__ Item own_rows(Item item) {
-        const int first = threadIdx.x / WARP_SIZE * WARP_ROWS;
+        const int first = tid_x() / WARP_SIZE * WARP_ROWS;
         item.first_row += first;
         item.num_rows = min(max(item.num_rows - first, 0), WARP_ROWS);
         return item;
@@ -71,7 +71,7 @@ struct PrefillCta {
 
     // Starts copying an item to where only this warp reads it.
     static __device__ __forceinline__ void copy_item(Item& to, const Item* from) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
+        const int lane_idx = tid_x() % WARP_SIZE;
         if (lane_idx < int{sizeof(Item) / 16}) {
             cp_async_16(
                 smem_address(&to) + lane_idx * 16,
@@ -84,13 +84,13 @@ struct PrefillCta {
     static __device__ __forceinline__ void leave_rows(
         const PrefillSm80Params& p, const Item& item, int kv_head, const Warp& warp) {
         const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
-        const int warp_first = threadIdx.x / WARP_SIZE * WARP_ROWS;
+        const int warp_first = tid_x() / WARP_SIZE * WARP_ROWS;
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
             const int m_tile = i / 2, half_idx = i % 2;
             const int row = warp_first + lane_row(m_tile, half_idx);
             const float d = warp.whole_d(m_tile, half_idx);
-            if (row < item.num_rows && threadIdx.x % 4 == 0) {
+            if (row < item.num_rows && tid_x() % 4 == 0) {
                 slots.store_state(warp.maximum(m_tile, half_idx, d), d, row);
             }
             warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
@@ -113,7 +113,7 @@ struct PrefillCta {
             const PackedRow at(p.group, own, kv_head, row);
             const float d = warp.whole_d(m_tile, half_idx);
             const RowResult<PrefillSm80Params> result(p, at, warp.maximum(m_tile, half_idx, d), d);
-            if (row < own.num_rows && threadIdx.x % 4 == 0) {
+            if (row < own.num_rows && tid_x() % 4 == 0) {
                 result.store_lse();
             }
             warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     using Ring = typename Cta::Ring;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
-    auto& own = smem.warps[threadIdx.x / WARP_SIZE];
-    const int warp_first = threadIdx.x / WARP_SIZE * WARP_ROWS;  // row of a tile
+    auto& own = smem.warps[tid_x() / WARP_SIZE];
+    const int warp_first = tid_x() / WARP_SIZE * WARP_ROWS;  // row of a tile
 
     // 1 the CTA's part, and its first keys and queries on their way
     const int part = blockIdx.x / p.work.num_kv_heads;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     if (first_item >= end_item) {
         return;
     }
-    if (threadIdx.x == 0) {
+    if (tid_x() == 0) {
         const Logits<PrefillSm80Params> logits(p);
         smem.kv_head = blockIdx.x % p.work.num_kv_heads;
         smem.scale = logits.scale;
@@ -217,12 +217,12 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         smem.late_scale = !is_fp8<KV> && logits.is_scale() ? logits.scale : 0.0f;
         Cta::Loader::begin(p, smem.ring, smem.kv_head);
     }
-    if (threadIdx.x % WARP_SIZE == 0) {
+    if (tid_x() % WARP_SIZE == 0) {
         own.items[first_item % 2] = first;
     }
     if (!ALIGNED && p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
         char* bytes = smem.ring.bytes[0];
-        for (int i = threadIdx.x * 16; i < Ring::STAGES * Ring::BYTES; i += Cta::THREADS * 16) {
+        for (int i = tid_x() * 16; i < Ring::STAGES * Ring::BYTES; i += Cta::THREADS * 16) {
             *reinterpret_cast<uint4*>(bytes + i) = uint4{};
         }
     }
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         Item& next = own.items[(item_idx + 1) % 2];
         const bool is_last = item_idx + 1 >= own.ring.place.end_item;
         __syncwarp();  // every lane has finished the item before
-        if (threadIdx.x % WARP_SIZE == 0) {
+        if (tid_x() % WARP_SIZE == 0) {
             own.sight = Sight(p, Cta::own_rows(item));
         }
         if (!is_last) {

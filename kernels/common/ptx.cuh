@@ -10,6 +10,14 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// This thread's number in the CTA, read here and now: what the compiler works out from threadIdx.x
+// it keeps in registers over whole loops.
+__device__ __forceinline__ int tid_x() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 // Waits until `threads` threads of the CTA have come to barrier ID; orders their memory accesses.
 // Unlike __syncthreads it may stand in different branches of different warps.
 template <int ID>

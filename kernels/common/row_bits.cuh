@@ -65,7 +65,7 @@ struct RowBits {
 #pragma unroll
             for (int word = 0; word < WORDS; ++word) {
                 const uint32_t own = static_cast<uint32_t>(uint64_t{keys} >> word * 32);
-                const uint32_t bits = (words[i][word] & own) >> threadIdx.x % 4 * 2;
+                const uint32_t bits = (words[i][word] & own) >> tid_x() % 4 * 2;
 #pragma unroll
                 for (int k = 0; k < TILES / WORDS * 2; ++k) {
                     float& x = s[i / 2][word * 4 + k / 2][i % 2 * 2 + k % 2];

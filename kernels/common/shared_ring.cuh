@@ -32,7 +32,7 @@ struct SharedRing {
 
     // Which row of a step a warp's own row i is.
     static __device__ __forceinline__ int row(int i) {
-        return i / R * R * WARPS + threadIdx.x / WARP_SIZE * R + i % R;
+        return i / R * R * WARPS + tid_x() / WARP_SIZE * R + i % R;
     }
 
     using OwnKeys = typename UintOf<OWN_ROWS / 8>::type;
@@ -59,7 +59,7 @@ struct SharedRing {
         uint32_t words[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int token = i * 32 + threadIdx.x % WARP_SIZE;
+            const int token = i * 32 + tid_x() % WARP_SIZE;
             const int bit = token / R % WARPS * OWN_ROWS + token / (R * WARPS) * R + token % R;
             words[i] = __ballot_sync(0xffffffffu, all_keys >> bit & 1);
         }
@@ -124,7 +124,7 @@ struct SharedLoader {
     // Copies the rows that were found into the buffer of step `step`.
     __device__ __forceinline__ void copy(int step) const {
         char* buffer = buffers.bytes[step % Ring::STAGES];
-        const uint32_t keys = buffers.keys[step % 4][threadIdx.x / WARP_SIZE];
+        const uint32_t keys = buffers.keys[step % 4][tid_x() / WARP_SIZE];
         copy_rows<0, Ring::K_ROW_BYTES>(buffer, p.head_dim, keys);
         copy_rows<1, Ring::V_ROW_BYTES>(buffer + Ring::V_OFFSET, p.head_dim_vo, keys);
     }
@@ -158,7 +158,7 @@ struct SharedLoader {
     }
 
     __device__ __forceinline__ int32_t own_token(const StepPlace& place) const {
-        return place.token + Ring::row(threadIdx.x % OWN_ROWS);
+        return place.token + Ring::row(tid_x() % OWN_ROWS);
     }
 
     // Two lanes may do the same. Past the item's end they look up the request's first page.
@@ -174,7 +174,7 @@ struct SharedLoader {
         const Divisor& pages = p.table.page_divisor;
         const Index& indices = p.table.indices;
         const uint32_t page_idx = pages.quotient(position);
-        auto& to = own.places[threadIdx.x % OWN_ROWS];
+        auto& to = own.places[tid_x() % OWN_ROWS];
         to.entry = position - page_idx * pages.divisor;
         const int64_t i = place.first_page + static_cast<int64_t>(page_idx);
         if (!indices.given()) {
@@ -190,7 +190,7 @@ struct SharedLoader {
 
     // Half of the lanes find rows of keys, half of values.
     __device__ __forceinline__ void find_rows(const StepPlace& place, int step) const {
-        const int lane_idx = threadIdx.x % WARP_SIZE, which = lane_idx / OWN_ROWS % 2;
+        const int lane_idx = tid_x() % WARP_SIZE, which = lane_idx / OWN_ROWS % 2;
         const auto& cache = buffers.caches[which];
         const auto at = own.places[lane_idx % OWN_ROWS];
         const int64_t id = at.page.value(p.table.indices);
@@ -201,13 +201,13 @@ struct SharedLoader {
             own.rows[lane_idx % OWN_ROWS].begin[which] = cache.base + (is_key ? offset : 0);
         }
         if (lane_idx == 0) {
-            buffers.keys[step % 4][threadIdx.x / WARP_SIZE] = of_both & of_both >> OWN_ROWS;
+            buffers.keys[step % 4][tid_x() / WARP_SIZE] = of_both & of_both >> OWN_ROWS;
         }
     }
 
     __device__ __forceinline__ void put(const StepPlace& place) const {
         __syncwarp();  // every lane has read it
-        if (threadIdx.x % WARP_SIZE == 0) {
+        if (tid_x() % WARP_SIZE == 0) {
             own.place = place;
         }
         __syncwarp();  // it is there, and so are the rows
@@ -218,7 +218,7 @@ struct SharedLoader {
     template <int WHICH, int ROW_BYTES>
     __device__ __forceinline__ void copy_rows(char* buffer, int head_dim, uint32_t keys) const {
         constexpr int LANES = Ring::lanes(ROW_BYTES), ROWS = WARP_SIZE / LANES;
-        const int lane_idx = threadIdx.x % WARP_SIZE;
+        const int lane_idx = tid_x() % WARP_SIZE;
         if constexpr (ALIGNED) {
             constexpr int NUM = OWN_ROWS / ROWS;
             const int first = lane_idx / LANES, chunk = lane_idx % LANES;

@@ -68,8 +68,8 @@ struct Slots {
     __device__ __forceinline__ void each_vector_of_many(int head_dim, Visit visit) const {
         constexpr int VECS = HEAD_DIM / 4, ROWS_AT_ONCE = THREADS / VECS, ROWS_OF = 8;
         static_assert(THREADS % VECS == 0, "a thread has one vector of each of its rows");
-        const int feat = threadIdx.x % VECS * 4;
-        for (int base = threadIdx.x / VECS; base < item.num_rows; base += ROWS_OF * ROWS_AT_ONCE) {
+        const int feat = tid_x() % VECS * 4;
+        for (int base = tid_x() / VECS; base < item.num_rows; base += ROWS_OF * ROWS_AT_ONCE) {
             State<1, 4> states[ROWS_OF];
 #pragma unroll 1
             for (int i = 0; i < item.num_items; ++i) {

@@ -19,7 +19,7 @@ struct WarpQueries {
     static __device__ __forceinline__ void load(
         const Params& p, Tile& tile, int first_row, const Item& own, int kv_head) {
         __syncwarp();  // every lane has read the rows before
-        const int lane_idx = threadIdx.x % WARP_SIZE, chunk = lane_idx % CHUNKS;
+        const int lane_idx = tid_x() % WARP_SIZE, chunk = lane_idx % CHUNKS;
         const int kind = p.q_rows.kind;
         const PackedRow at(p.group, own, kv_head, max(min(lane_idx, own.num_rows - 1), 0));
         const int64_t offset = p.q_rows.offset(at);

@@ -47,12 +47,13 @@ struct WarpState {
     // over its four lanes.
     template <typename KV, typename Visit>
     __device__ __forceinline__ void each_vector(int m_tile, int half_idx, Visit visit) const {
+        const int t = tid_x() % 4;
 #pragma unroll
         for (int tile = 0; tile < FEAT_TILES; tile += 2) {
             float sums[4];
             const int feat = tile * 8 + neighbours<KV>(
                                             sums, &o[m_tile][tile][2 * half_idx],
-                                            &o[m_tile][tile + 1][2 * half_idx]);
+                                            &o[m_tile][tile + 1][2 * half_idx], t);
             visit(sums, feat);
         }
     }
