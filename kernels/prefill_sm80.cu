@@ -166,10 +166,6 @@ struct PrefillCta {
         int32_t mask_class,
         uint64_t all_keys,
         int first) {
-        if (mask_class != MIXED && all_keys == ~uint64_t{0} &&
-            !sight.hides(token, token + SCORES)) {
-            return;
-        }
         const ScoreBits keys = static_cast<ScoreBits>(Ring::in_order(all_keys) >> first);
         RowBits<M_TILES, (SCORES + 31) / 32> bits;
         if (mask_class == MIXED) {
@@ -237,7 +233,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     loader.advance(1);
     Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(first), smem.kv_head);
 
-    int step = 0;  // of the part
+    uint32_t step = 0;  // of the part
     for (int32_t item_idx = first_item;; ++item_idx) {
         const Item& item = own.items[item_idx % 2];
         Item& next = own.items[(item_idx + 1) % 2];
@@ -272,6 +268,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 if (mask_class == EMPTY) {
                     continue;
                 }
+                const bool is_plain = mask_class == FULL &&
+                                      smem.ring.all_keys(step) == ~uint64_t{0} &&
+                                      !sight.hides(token, token + AT_ONCE);
                 const uint32_t k_smem = smem_address(smem.ring.bytes[step % Ring::STAGES]);
                 const uint32_t v_smem = k_smem + Ring::V_OFFSET;
                 const typename Cta::Fragments fragments{smem.q, warp_first};
@@ -288,7 +287,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     logits.apply(s, scales);
                     late_scale = 1.0f;
                 }
-                Cta::hide(p, sight, s, token, mask_class, smem.ring.all_keys(step), first);
+                if (!is_plain) {
+                    Cta::hide(p, sight, s, token, mask_class, smem.ring.all_keys(step), first);
+                }
                 warp.weigh(s, late_scale);
                 multiply_values<KV, Ring::V_ROW_BYTES>(
                     warp.o, s, v_smem + first * Ring::V_ROW_BYTES);

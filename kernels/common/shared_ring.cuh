@@ -49,7 +49,7 @@ struct SharedRing {
         } caches[2];
         alignas(8) OwnKeys keys[4][WARPS];
 
-        __device__ __forceinline__ uint64_t all_keys(int step) const {
+        __device__ __forceinline__ uint64_t all_keys(uint32_t step) const {
             return *reinterpret_cast<const uint64_t*>(keys[step % 4]);
         }
     };
@@ -111,7 +111,7 @@ struct SharedLoader {
         int32_t first_item,
         int32_t end_item)
         : p(p), buffers(buffers), own(own) {
-        StepPlace place = {first_item,      end_item,        first.first_page,
+        StepPlace place = {first_item,       end_item,        first.first_page,
                            first.mask_entry, first.end_token, first.first_token};
         if (place.token >= place.end_token) {
             leave(place);
@@ -122,7 +122,7 @@ struct SharedLoader {
     }
 
     // Copies the rows that were found into the buffer of step `step`.
-    __device__ __forceinline__ void copy(int step) const {
+    __device__ __forceinline__ void copy(uint32_t step) const {
         char* buffer = buffers.bytes[step % Ring::STAGES];
         const uint32_t keys = buffers.keys[step % 4][tid_x() / WARP_SIZE];
         copy_rows<0, Ring::K_ROW_BYTES>(buffer, p.head_dim, keys);
@@ -131,7 +131,7 @@ struct SharedLoader {
 
     // Finds the rows of step `step`, whose page ids are there, and looks up those of the next. Ends
     // the group of copies.
-    __device__ __forceinline__ void advance(int step) {
+    __device__ __forceinline__ void advance(uint32_t step) {
         StepPlace place = own.place;
         find_rows(place, step);
         place.token += Ring::TOKENS;
@@ -168,9 +168,10 @@ struct SharedLoader {
         }
         const int32_t token = own_token(place);
         const bool is_key = token < place.end_token;
-        const uint32_t position = !is_key                ? 0
-                                  : p.work.mask.given() ? p.work.mask.position(place.mask_entry, token)
-                                                        : token;
+        const uint32_t position = !is_key ? 0
+                                  : p.work.mask.given()
+                                      ? p.work.mask.position(place.mask_entry, token)
+                                      : token;
         const Divisor& pages = p.table.page_divisor;
         const Index& indices = p.table.indices;
         const uint32_t page_idx = pages.quotient(position);
@@ -189,12 +190,13 @@ struct SharedLoader {
     }
 
     // Half of the lanes find rows of keys, half of values.
-    __device__ __forceinline__ void find_rows(const StepPlace& place, int step) const {
+    __device__ __forceinline__ void find_rows(const StepPlace& place, uint32_t step) const {
         const int lane_idx = tid_x() % WARP_SIZE, which = lane_idx / OWN_ROWS % 2;
         const auto& cache = buffers.caches[which];
         const auto at = own.places[lane_idx % OWN_ROWS];
         const int64_t id = at.page.value(p.table.indices);
-        const bool is_key = own_token(place) < place.end_token && id >= 0 && id < cache.max_num_pages;
+        const bool is_key =
+            own_token(place) < place.end_token && id >= 0 && id < cache.max_num_pages;
         const uint32_t of_both = __ballot_sync(0xffffffffu, is_key);  // all lanes have copied, too
         const int64_t offset = id * cache.page_stride + at.entry * cache.token_stride;
         if (lane_idx < 2 * OWN_ROWS) {
@@ -222,8 +224,7 @@ struct SharedLoader {
         if constexpr (ALIGNED) {
             constexpr int NUM = OWN_ROWS / ROWS;
             const int first = lane_idx / LANES, chunk = lane_idx % LANES;
-            const uint32_t to =
-                smem_address(buffer) + swizzled<ROW_BYTES>(Ring::row(first), chunk);
+            const uint32_t to = smem_address(buffer) + swizzled<ROW_BYTES>(Ring::row(first), chunk);
             const uint32_t own_keys = chunk * 16 < head_dim * int{sizeof(KV)} ? keys >> first : 0;
             const char* from[NUM];
 #pragma unroll

@@ -68,8 +68,8 @@ struct Slots {
     __device__ __forceinline__ void each_vector_of_many(int head_dim, Visit visit) const {
         constexpr int VECS = HEAD_DIM / 4, ROWS_AT_ONCE = THREADS / VECS, ROWS_OF = 8;
         static_assert(THREADS % VECS == 0, "a thread has one vector of each of its rows");
-        const int feat = tid_x() % VECS * 4;
-        for (int base = tid_x() / VECS; base < item.num_rows; base += ROWS_OF * ROWS_AT_ONCE) {
+        const int tid = tid_x(), feat = tid % VECS * 4;
+        for (int base = tid / VECS; base < item.num_rows; base += ROWS_OF * ROWS_AT_ONCE) {
             State<1, 4> states[ROWS_OF];
 #pragma unroll 1
             for (int i = 0; i < item.num_items; ++i) {
@@ -80,8 +80,8 @@ struct Slots {
                     const int64_t from =
                         slot_row(i, min(base + j * ROWS_AT_ONCE, item.num_rows - 1));
                     md[j] = __ldcg(reinterpret_cast<const float2*>(work.states + from * 2));
-                    o[j] = __ldcg(
-                        reinterpret_cast<const float4*>(work.sums + from * HEAD_DIM + feat));
+                    o[j] =
+                        __ldcg(reinterpret_cast<const float4*>(work.sums + from * HEAD_DIM + feat));
                 }
 #pragma unroll
                 for (int j = 0; j < ROWS_OF; ++j) {

@@ -28,8 +28,8 @@ struct WarpQueries {
 #pragma unroll 4
             for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
                 const int row = i + lane_idx / CHUNKS;
-                const char* from = p.q + __shfl_sync(0xffffffffu, offset, row) +
-                                   chunk * 8 * element_bytes(kind);
+                const char* from =
+                    p.q + __shfl_sync(0xffffffffu, offset, row) + chunk * 8 * element_bytes(kind);
                 visit(from, row, has_chunk && row < own.num_rows);
             }
         };

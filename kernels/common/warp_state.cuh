@@ -22,8 +22,7 @@ struct WarpState {
     float d[M_TILES][2];
     float o[M_TILES][FEAT_TILES][4];
 
-    __device__ __forceinline__ explicit WarpState(float m_of_no_key = NO_KEY)
-        : d{}, o{} {
+    __device__ __forceinline__ explicit WarpState(float m_of_no_key = NO_KEY) : d{}, o{} {
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
             m[i / 2][i % 2] = m_of_no_key;
@@ -71,7 +70,8 @@ struct WarpState {
             x = NO_KEY;
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                x = fmaxf(x, fmaxf(s[m_tile][tile][2 * half_idx], s[m_tile][tile][2 * half_idx + 1]));
+                x = fmaxf(
+                    x, fmaxf(s[m_tile][tile][2 * half_idx], s[m_tile][tile][2 * half_idx + 1]));
             }
             is_above |= fmaf(x, scale, -m[m_tile][half_idx]) > LAZY;
         }
