@@ -161,9 +161,9 @@ struct SharedLoader {
         return place.token + Ring::row(tid_x() % OWN_ROWS);
     }
 
-    // Two lanes may do the same. Past the item's end they look up the request's first page.
+    // Past the item's end lanes look up the request's first page.
     __device__ __forceinline__ void look_up(const StepPlace& place) const {
-        if (place.token >= place.end_token) {
+        if (place.token >= place.end_token || tid_x() % WARP_SIZE >= OWN_ROWS) {
             return;
         }
         const int32_t token = own_token(place);
@@ -197,7 +197,8 @@ struct SharedLoader {
         const int64_t id = at.page.value(p.table.indices);
         const bool is_key =
             own_token(place) < place.end_token && id >= 0 && id < cache.max_num_pages;
-        const uint32_t of_both = __ballot_sync(0xffffffffu, is_key);  // all lanes have copied, too
+        const uint32_t of_both = __ballot_sync(0xffffffffu, is_key);
+        __syncwarp();  // every lane has read rows and places
         const int64_t offset = id * cache.page_stride + at.entry * cache.token_stride;
         if (lane_idx < 2 * OWN_ROWS) {
             own.rows[lane_idx % OWN_ROWS].begin[which] = cache.base + (is_key ? offset : 0);
