@@ -168,10 +168,11 @@ class PrefillTile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
-        ring += self.tokens * 16
+        ring = -(-(ring + 2 * 32 + self.tokens // 2) // 1024) * 1024
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        item = 2 * 48 + (32 + 24) * self.warps + 16
-        return int(-(-(ring + queries + 2 * 8 + item) // 1024) * 1024)
+        own = 2 * 48 + 32 + self.tokens // self.warps * (16 + 12) + 24
+        own = -(-own // 16) * 16
+        return int(-(-(ring + queries + self.warps * own + 16) // 1024) * 1024)
 
     @property
     def template_args(self) -> dict[str, Any]:

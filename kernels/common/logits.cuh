@@ -34,6 +34,9 @@ struct Logits {
         scale = p.logits_soft_cap > 0.0f ? natural / p.logits_soft_cap : natural * LOG2_E;
     }
 
+    // Of a scale that was worked out before.
+    __device__ __forceinline__ Logits(const Params& p, float scale) : p(p), scale(scale) {}
+
     // Whether logits are scores times one positive number, for rows that nothing was divided out
     // of.
     __device__ __forceinline__ bool is_scale() const {

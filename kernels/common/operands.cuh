@@ -110,8 +110,8 @@ struct ValueOperands {
 // Four neighbouring sums of a row out of its lanes' two each of tiles 2 i and 2 i + 1, and their
 // first column, from column 16 i on.
 template <typename KV>
-__device__ __forceinline__ int neighbours(float (&sums)[4], const float* even, const float* odd) {
-    const int t = threadIdx.x % 4;
+__device__ __forceinline__ int neighbours(
+    float (&sums)[4], const float* even, const float* odd, int t = threadIdx.x % 4) {
     if constexpr (is_fp8<KV>) {
         sums[0] = even[0], sums[1] = odd[0], sums[2] = even[1], sums[3] = odd[1];
         return 4 * t;

@@ -10,6 +10,14 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// This thread's number in the CTA, read here and now: what the compiler works out from threadIdx.x
+// it keeps in registers over whole loops.
+__device__ __forceinline__ int tid_x() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 // Waits until `threads` threads of the CTA have come to barrier ID; orders their memory accesses.
 // Unlike __syncthreads it may stand in different branches of different warps.
 template <int ID>
@@ -148,6 +156,11 @@ __device__ __forceinline__ void cp_async_16(
         "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
         "l"(from), "r"(src_bytes), "l"(policy)
         : "memory");
+}
+
+// Starts a copy of 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t to_smem, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_smem), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit_group() {

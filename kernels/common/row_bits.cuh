@@ -60,12 +60,13 @@ struct RowBits {
     template <int TILES, typename Bits>
     __device__ __forceinline__ void apply(float (&s)[M_TILES][TILES][4], Bits keys) const {
         static_assert(sizeof(Bits) == TILES, "a bit for each key");
+        const int t = tid_x() % 4;
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
 #pragma unroll
             for (int word = 0; word < WORDS; ++word) {
                 const uint32_t own = static_cast<uint32_t>(uint64_t{keys} >> word * 32);
-                const uint32_t bits = (words[i][word] & own) >> threadIdx.x % 4 * 2;
+                const uint32_t bits = (words[i][word] & own) >> t * 2;
 #pragma unroll
                 for (int k = 0; k < TILES / WORDS * 2; ++k) {
                     float& x = s[i / 2][word * 4 + k / 2][i % 2 * 2 + k % 2];

@@ -10,15 +10,28 @@ namespace cukv {
 
 template <int M_TILES, int FEAT_TILES>
 struct WarpState {
+    // A maximum before there is a key. Not -inf, from which no weight could be told: weights of no
+    // keys are 0 without a question asked, and any logit is above it or at it.
+    static constexpr float LOWEST = -3.402823466e38f;
+
+    // A maximum rises where a logit is above it by more (in base 2): so most steps multiply no sums
+    // and ask no other lane. Weights of up to 2^LAZY are as exact as those up to 1.
+    static constexpr float LAZY = 8.0f;
+
     float m[M_TILES][2];
     float d[M_TILES][2];
     float o[M_TILES][FEAT_TILES][4];
 
-    __device__ __forceinline__ WarpState() : d{}, o{} {
+    __device__ __forceinline__ explicit WarpState(float m_of_no_key = NO_KEY) : d{}, o{} {
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
-            m[i / 2][i % 2] = NO_KEY;
+            m[i / 2][i % 2] = m_of_no_key;
         }
+    }
+
+    // The maximum of a row whose denominator is d.
+    __device__ __forceinline__ float maximum(int m_tile, int half_idx, float d) const {
+        return d > 0.0f ? m[m_tile][half_idx] : NO_KEY;
     }
 
     // The denominator of a row over all its lanes.
@@ -33,63 +46,74 @@ struct WarpState {
     // over its four lanes.
     template <typename KV, typename Visit>
     __device__ __forceinline__ void each_vector(int m_tile, int half_idx, Visit visit) const {
+        const int t = tid_x() % 4;
 #pragma unroll
         for (int tile = 0; tile < FEAT_TILES; tile += 2) {
             float sums[4];
             const int feat = tile * 8 + neighbours<KV>(
                                             sums, &o[m_tile][tile][2 * half_idx],
-                                            &o[m_tile][tile + 1][2 * half_idx]);
+                                            &o[m_tile][tile + 1][2 * half_idx], t);
             visit(sums, feat);
         }
     }
 
-    // Turns logits, which are the scores times a positive scale, into weights relative to the row's
-    // maximum, which they may raise.
+    // Turns logits, which are the scores times a positive scale, into weights relative to what the
+    // row's maximum was when it last rose.
     template <int TILES>
     __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][4], float scale) {
+        float largest[M_TILES][2];  // of this lane's scores
+        bool is_above = false;
+#pragma unroll
+        for (int i = 0; i < M_TILES * 2; ++i) {
+            const int m_tile = i / 2, half_idx = i % 2;
+            float& x = largest[m_tile][half_idx];
+            x = NO_KEY;
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                x = fmaxf(
+                    x, fmaxf(s[m_tile][tile][2 * half_idx], s[m_tile][tile][2 * half_idx + 1]));
+            }
+            is_above |= fmaf(x, scale, -m[m_tile][half_idx]) > LAZY;
+        }
+        if (__any_sync(0xffffffffu, is_above)) {
+            raise(largest, scale);
+        }
+#pragma unroll
+        for (int i = 0; i < M_TILES * 2; ++i) {
+            const int m_tile = i / 2, half_idx = i % 2;
+            float sum = 0.0f;
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                float* pair = &s[m_tile][tile][2 * half_idx];
+                pair[0] = ex2(fmaf(pair[0], scale, -m[m_tile][half_idx]));
+                pair[1] = ex2(fmaf(pair[1], scale, -m[m_tile][half_idx]));
+                sum += pair[0] + pair[1];
+            }
+            d[m_tile][half_idx] += sum;
+        }
+    }
+
+    // Raises the maxima of rows that have a logit too far above: its lanes' largest scores are given.
+    __device__ __forceinline__ void raise(const float (&largest)[M_TILES][2], float scale) {
 #pragma unroll
         for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
             float factor[2];
 #pragma unroll
             for (int half_idx = 0; half_idx < 2; ++half_idx) {
-                factor[half_idx] = weigh_row(s[m_tile], m_tile, half_idx, scale);
-            }
-            // Most steps raise no maximum, and then nothing falls behind.
-            if (!__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
-                continue;
+                float x = largest[m_tile][half_idx];
+                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2)) * scale;
+                float& m_row = m[m_tile][half_idx];
+                const float m_new = x - m_row > LAZY ? x : m_row;
+                factor[half_idx] = ex2(m_row - m_new);
+                m_row = m_new;
+                d[m_tile][half_idx] *= factor[half_idx];
             }
 #pragma unroll
             for (int i = 0; i < FEAT_TILES * 4; ++i) {
                 o[m_tile][i / 4][i % 4] *= factor[i % 4 / 2];
             }
         }
-    }
-
-    // The same of one row; gives the factor by which its sums fall behind.
-    template <int TILES>
-    __device__ __forceinline__ float weigh_row(
-        float (&s)[TILES][4], int m_tile, int half_idx, float scale) {
-        float m_new = NO_KEY;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            m_new = fmaxf(m_new, fmaxf(s[tile][2 * half_idx], s[tile][2 * half_idx + 1]));
-        }
-        m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 1));
-        m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 2));
-        m_new = fmaxf(m[m_tile][half_idx], m_new * scale);
-        const float base = m_new > NO_KEY ? m_new : 0.0f;  // weights of no keys are 0
-        const float factor = ex2(m[m_tile][half_idx] - base);
-        float sum = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            float* pair = &s[tile][2 * half_idx];
-            pair[0] = ex2(fmaf(pair[0], scale, -base));
-            pair[1] = ex2(fmaf(pair[1], scale, -base));
-            sum += pair[0] + pair[1];
-        }
-        m[m_tile][half_idx] = m_new;
-        d[m_tile][half_idx] = d[m_tile][half_idx] * factor + sum;
-        return factor;
     }
 };
 
