@@ -5,7 +5,7 @@
 
 namespace cukv {
 
-// Rows [first_row, first_row + ROWS) of a tile. Params: q, q_rows, group, head_dim.
+// Rows [first_row, first_row + ROWS) of a tile. Params: q, q_rows, levels, group, head_dim.
 template <typename KV, int HEAD_DIM, int TILE_ROWS, int ROWS>
 struct WarpQueries {
     using Tile = QueryTile<KV, HEAD_DIM, TILE_ROWS>;
@@ -22,7 +22,7 @@ struct WarpQueries {
         const int lane_idx = tid_x() % WARP_SIZE, chunk = lane_idx % CHUNKS;
         const int kind = p.q_rows.kind;
         const PackedRow at(p.group, own, kv_head, max(min(lane_idx, own.num_rows - 1), 0));
-        const int64_t offset = p.q_rows.offset(at);
+        const int64_t offset = own.num_rows > 0 ? p.q_rows.offset(at.in(p.levels.q_rows)) : 0;
         const bool has_chunk = chunk * 8 < p.head_dim;
         const auto each_row = [&](auto visit) {
 #pragma unroll 4
