@@ -42,7 +42,9 @@ struct DecodeCta {
     static_assert((WARPS & (WARPS - 1)) == 0, "steps are dealt round robin");
 
     using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, 1>;
-    using Loader = KvLoader<Ring, ALIGNED, DecodeParams>;
+    // Rows beyond a tile read the same keys again.
+    static constexpr bool EVICT_FIRST = ROWS <= 16;
+    using Loader = KvLoader<Ring, ALIGNED, EVICT_FIRST, DecodeParams>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
     using Operands = SwappedQueries<KV, HEAD_DIM_QK, ROWS, Q_STAYS>;
     using Scores = SwappedScores<ROWS, TOKENS>;

@@ -202,8 +202,10 @@ __device__ __forceinline__ void prefetch_first_keys(const Params& p, int part, i
         p.table, item, p.v_cache, kv_head, p.head_dim_vo * BYTES);
 }
 
-// Fills a warp's ring. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo.
-template <typename Ring, bool ALIGNED, typename Params>
+// Fills a warp's ring. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo. EVICT_FIRST:
+// keys and values leave the L2 first. Nobody else reads them, and what the next launch has brought
+// there meanwhile stays.
+template <typename Ring, bool ALIGNED, bool EVICT_FIRST, typename Params>
 struct KvLoader {
     using KV = typename Ring::KV;
     using Walk = StepWalk<Ring::TOKENS, Ring::WARPS, Ring::SHARERS>;
@@ -289,8 +291,12 @@ struct KvLoader {
         char* k = buffers[stage] + Walk::own_row() * Ring::K_ROW_BYTES;
         char* v = buffers[stage] + Ring::V_OFFSET + Walk::own_row() * Ring::V_ROW_BYTES;
         if constexpr (ALIGNED) {
-            copy_rows<Ring::K_ROW_BYTES, ALL>(k, rows.k, p.head_dim * int{sizeof(KV)}, votes);
-            copy_rows<Ring::V_ROW_BYTES, ALL>(v, rows.v, p.head_dim_vo * int{sizeof(KV)}, votes);
+            const uint64_t policy =
+                EVICT_FIRST ? createpolicy_evict_first() : createpolicy_evict_unchanged();
+            copy_rows<Ring::K_ROW_BYTES, ALL>(
+                k, rows.k, p.head_dim * int{sizeof(KV)}, votes, policy);
+            copy_rows<Ring::V_ROW_BYTES, ALL>(
+                v, rows.v, p.head_dim_vo * int{sizeof(KV)}, votes, policy);
         } else if constexpr (!ALL) {
             copy_elements<KV, Ring::K_ROW_BYTES>(k, rows.k, p.head_dim, votes);
             copy_elements<KV, Ring::V_ROW_BYTES>(v, rows.v, p.head_dim_vo, votes);

@@ -277,7 +277,9 @@ struct RowResult {
         const bool is_half = p.o_rows.kind == KIND_HALF;
         const uint32_t low = is_half ? cvt_pair<half>(x[0], x[1]) : cvt_pair<bfloat16>(x[0], x[1]);
         const uint32_t high = is_half ? cvt_pair<half>(x[2], x[3]) : cvt_pair<bfloat16>(x[2], x[3]);
-        *reinterpret_cast<uint2*>(p.o + p.o_rows.offset(at) + feat * 2) = make_uint2(low, high);
+        if (at.q_row >= 0) {
+            *reinterpret_cast<uint2*>(p.o + p.o_rows.offset(at) + feat * 2) = make_uint2(low, high);
+        }
     }
 
     __device__ __forceinline__ void store_lse() const {

@@ -44,7 +44,11 @@ __device__ __forceinline__ void zero_buffers(char (&buffers)[STAGES][BYTES]) {
 // whose bit of `keys` is 0 becomes zeros and is not read; ALL says that no bit is 0.
 template <int ROW_BYTES, bool ALL, int TOKENS>
 __device__ __forceinline__ void copy_rows(
-    char* buffer, const char* const (&rows)[TOKENS], int num_bytes, uint32_t keys) {
+    char* buffer,
+    const char* const (&rows)[TOKENS],
+    int num_bytes,
+    uint32_t keys,
+    uint64_t policy) {
     constexpr int LANES = ROW_BYTES < 512 ? ROW_BYTES / 16 : WARP_SIZE;  // of a row
     constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
     static_assert(WARP_SIZE % LANES == 0, "lanes share rows evenly");
@@ -73,7 +77,7 @@ __device__ __forceinline__ void copy_rows(
                 const int src_bytes = ALL || (keys >> (row + first) & 1) != 0 ? 16 : 0;
                 cp_async_16(
                     chunks_on(rows_on<ROW_BYTES>(to, row), chunks), from[i] + chunks * 16,
-                    src_bytes);
+                    src_bytes, policy);
             }
         }
     }
