@@ -118,7 +118,9 @@ class _DeviceMemory(Memory):
         if lists is None:
             with _placed(self._scratch, self._scratch, self._scratch):
                 return make()
-        # The lists are filled already, and so the tickets must be zero.
+        # The lists are filled already, and so the tickets must be zero. With those of a cascade lie
+        # states, which each call writes before it reads them: calls of one such plan follow each
+        # other, as they do unless XLA is told to run what it captures concurrently.
         with _placed(self._arena(lists), self._tickets, self._scratch), recording():
             return make()
 
