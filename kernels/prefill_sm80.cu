@@ -4,9 +4,9 @@
 //   o[r] = sum_j softmax(s[r])[j] * v[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
 //
 // The query heads of a KV head, times the query rows of a request, are the rows of a tile. A CTA
-// owns one KV head and one part of the work list; a warp owns WARP_ROWS of a tile's rows, and brings
-// their queries and leaves their results without the others. All warps copy a step of TOKENS keys
-// together while they compute with the one before.
+// owns one KV head and one part of the work list; a warp owns WARP_ROWS of a tile's rows, and
+// brings their queries and leaves their results without the others. All warps copy a step of TOKENS
+// keys together while they compute with the one before.
 // Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill

@@ -2,10 +2,10 @@
 //
 // Of each step a warp copies rows of its own, in three parts, each while another step is computed:
 // page ids are looked up (of step n + 3 while step n is computed), rows found by them (n + 2) and
-// copied (n + 1). Ids and rows come by asynchronous copies, all that a step starts as one group: one
-// wait a step, and no register is held for any.
+// copied (n + 1). Ids and rows come by asynchronous copies, all that a step starts as one group:
+// one wait a step, and no register is held for any.
 //
-//   row of a step = own row i / R * R * WARPS + warp * R + i % R, of R rows that a warp copies at once
+//   row of a step = own row i / R * R * WARPS + warp * R + i % R, of R rows that are copied at once
 //
 // A warp's rows are a multiple of 8 apart, if not neighbours: then a lane's addresses in a buffer,
 // swizzled as they are, differ by constants.

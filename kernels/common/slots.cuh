@@ -62,8 +62,8 @@ struct Slots {
         }
     }
 
-    // The same for tiles of many rows, most of which have few items: a thread has vectors of ROWS_OF
-    // rows on their way together, one item after the other.
+    // The same for tiles of many rows, most of which have few items: a thread has vectors of
+    // ROWS_OF rows on their way together, one item after the other.
     template <int THREADS, typename Visit>
     __device__ __forceinline__ void each_vector_of_many(int head_dim, Visit visit) const {
         constexpr int VECS = HEAD_DIM / 4, ROWS_AT_ONCE = THREADS / VECS, ROWS_OF = 8;

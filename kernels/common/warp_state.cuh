@@ -93,7 +93,7 @@ struct WarpState {
         }
     }
 
-    // Raises the maxima of rows that have a logit too far above: its lanes' largest scores are given.
+    // Raises the maxima of rows that have a logit too far above, given their lanes' largest scores.
     __device__ __forceinline__ void raise(const float (&largest)[M_TILES][2], float scale) {
 #pragma unroll
         for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
