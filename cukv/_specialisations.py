@@ -294,7 +294,9 @@ class MlaDecodeTile(NamedTuple):
     def held(self) -> int:
         """Steps of 16 columns of q_nope that registers hold beside sums and conversions."""
         if self.warps == 8:
-            return 30
+            return 24 if self.kpe in FP8 else 30
+        if self.kpe in FP8:
+            return 4
         return 8 if self.ckv in FP8 else 16
 
     @property
@@ -313,9 +315,8 @@ class MlaDecodeTile(NamedTuple):
         ring = self.stages * self.tokens * (512 * self.ckv.itemsize + 128)
         weights, maxima = 16 * 128, 16 * self.warps * 4
         queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
-        keys = self.stages * self.warps + self.warps * 8 * 16  # and where rows begin
-        rows, item, gates = 16 * 8, 48, 2 * 56
-        used = ring + weights + queries + maxima + keys + rows + item + gates + 64  # and padding
+        keys, scales, item, gates = self.stages * self.warps, 16 * 8, 48 + 8, 2 * 56
+        used = ring + weights + queries + maxima + keys + scales + item + gates + 64  # and padding
         return int(-(-used // 1024) * 1024)
 
     @property

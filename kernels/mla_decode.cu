@@ -9,9 +9,8 @@
 // some steps ahead. Of a step each warp scores 8 keys, and then, with the weights of all keys, adds
 // up its share of the features. Bound by HBM: the latent rows, once.
 // Host: cukv/mla.py MLAPagedCache.decode       Reference: cukv/reference.py mla_decode
-#include "common/kv_ring.cuh"
-#include "common/latent.cuh"
 #include "common/latent_queries.cuh"
+#include "common/latent_ring.cuh"
 #include "common/logits.cuh"
 
 namespace cukv {
@@ -21,119 +20,47 @@ using MlaDecodeParams = LatentParams;
 static_assert(
     sizeof(MlaDecodeParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
-// Where the rows begin that a warp copies next.
-template <int TOKENS>
-struct LatentRowStarts {
-    const char* ckv[TOKENS];
-    const char* kpe[TOKENS];
-};
-
 // Geometry of one specialisation, and its shared memory.
 template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD>
 struct MlaDecodeCta {
     static constexpr int THREADS = WARPS * WARP_SIZE;
-    static constexpr int ROWS = 16, TOKENS = WARPS * 8, WARP_FEATS = HEAD_DIM_CKV / WARPS;
-    static constexpr int CKV_ROW_BYTES = HEAD_DIM_CKV * sizeof(CKV);
-    static constexpr int KPE_ROW_BYTES = 128;  // all of them, or a half in fp8
+    static constexpr int ROWS = 16, WARP_FEATS = HEAD_DIM_CKV / WARPS;
     static constexpr int WEIGHT_ROW_BYTES = 128;
 
+    using Ring = LatentRing<CKV, KPE, WARPS, STAGES>;
+    static_assert(2 * Ring::TOKENS <= WEIGHT_ROW_BYTES, "a row of weights is of a step's keys");
+
     // Sums of more than 64 features leave no registers for all queries.
-    static constexpr int NOPE_STEPS = HEAD_DIM_CKV / 16, PE_STEPS = HEAD_DIM_KPE / 16;
-    using NopeQueries = HeldQueries<CKV, NOPE_STEPS, HELD>;
-    using PeQueries = HeldQueries<KPE, PE_STEPS, HELD == NOPE_STEPS ? PE_STEPS : 0>;
-
-    using Walk = StepWalk<TOKENS, WARPS, WARPS>;
-    static_assert(Walk::OWN_TOKENS == 8, "a warp copies as many keys as it scores");
-    static_assert(2 * TOKENS <= WEIGHT_ROW_BYTES, "a row of weights is of the keys of a step");
-
-    struct Buffer {
-        char ckv[TOKENS * CKV_ROW_BYTES];
-        char kpe[TOKENS * KPE_ROW_BYTES];
-    };
+    using Queries = LatentQueryTile<CKV, KPE>;
+    using NopeQueries = HeldQueries<CKV, Queries::NOPE_STEPS, HELD>;
+    static constexpr int HELD_PE = HELD == Queries::NOPE_STEPS ? Queries::PE_STEPS : 0;
+    using PeQueries = HeldQueries<KPE, Queries::PE_STEPS, HELD_PE>;
+    static_assert(sizeof(Queries) <= sizeof(typename Ring::Buffer), "they come by way of a buffer");
 
     struct Smem {
-        alignas(1024) Buffer ring[STAGES];
+        alignas(1024) typename Ring::Buffers ring;
         char weights[ROWS * WEIGHT_ROW_BYTES];
         typename NopeQueries::Rest nope_rest;
         typename PeQueries::Rest pe_rest;
-        float maxima[ROWS][WARPS];    // of each warp's keys; at the end of an item, denominators
-        uint8_t keys[STAGES][WARPS];  // of a warp's rows of a buffer: which are keys
-        LatentRowStarts<Walk::OWN_TOKENS> rows[WARPS];
-        typename LatentQueryTile<CKV, KPE>::Scales scales;
+        float maxima[ROWS][WARPS];  // of each warp's keys; at the end of an item, denominators
+        typename Ring::Keys keys;
+        typename Queries::Scales scales;
         Item item;
-        Gate gates[2];  // of the tiles that other CTAs work on too
+        int32_t first_item;  // of the part
+        bool postponed;      // whether the copies that go with the last step have not begun
+        Gate gates[2];       // of the tiles that other CTAs work on too
     };
-    using Queries = LatentQueryTile<CKV, KPE>;
-    static_assert(sizeof(Queries) <= sizeof(Buffer), "queries come by way of a buffer");
-    static_assert(
-        sizeof(Buffer) >= sizeof(float) * (ROWS + 2 * MAX_LATENT_ITEMS),
-        "weights of a merge fit into the ring");
-};
 
-// Fills the ring. Every warp copies its own tokens of each step.
-template <typename Cta, typename CKV, typename KPE, bool ALIGNED>
-struct LatentLoader {
-    static constexpr int OWN = Cta::Walk::OWN_TOKENS;
-
-    const LatentParams& p;
-    typename Cta::Smem& smem;
-    typename Cta::Walk walk;
-
-    __device__ __forceinline__ LatentLoader(
-        const LatentParams& p,
-        typename Cta::Smem& smem,
-        const Item& first,
-        int32_t first_item,
-        int32_t end_item)
-        : p(p), smem(smem), walk(p.table, p.work, first, first_item, end_item) {}
-
-    // Starts the copies of the next step into a buffer, as one group, which is empty past the last
-    // step: whoever waits counts groups.
-    __device__ __forceinline__ void issue(int stage) {
-        __syncwarp();  // the buffer, and the rows of the step before, have been read
-        if (!walk.done()) {
-            const uint32_t votes = find_rows(stage);
-            if (ALIGNED && votes == 0xffffffffu) {
-                copy<true>(stage, votes);
-            } else {
-                copy<false>(stage, votes);
-            }
-            walk.next();
-        }
-        cp_async_commit_group();
-    }
-
-    // Says where the next step's rows are, and which of them are keys: bit r, whether row r is.
-    __device__ __forceinline__ uint32_t find_rows(int stage) {
-        const int warp_idx = threadIdx.x / WARP_SIZE, lane_idx = threadIdx.x % WARP_SIZE;
-        const int64_t id = walk.page.value(p.table.indices);
-        const bool has_key = walk.own_token() < walk.end_token && p.ckv.has(id) && p.kpe.has(id);
-        const uint32_t votes = __ballot_sync(0xffffffffu, has_key);
-        if (lane_idx < OWN) {
-            const Slot slot = {has_key ? id : 0, has_key ? walk.entry() : 0};
-            smem.rows[warp_idx].ckv[lane_idx] = p.ckv.row(slot, 0);
-            smem.rows[warp_idx].kpe[lane_idx] = p.kpe.row(slot, 0);
-        }
-        if (lane_idx == 0) {
-            smem.keys[stage][warp_idx] = votes;
-        }
-        __syncwarp();  // the rows are there
-        return votes;
-    }
-
-    template <bool ALL>
-    __device__ __forceinline__ void copy(int stage, uint32_t votes) {
-        const auto& rows = smem.rows[threadIdx.x / WARP_SIZE];
-        char* ckv = smem.ring[stage].ckv + Cta::Walk::own_row() * Cta::CKV_ROW_BYTES;
-        char* kpe = smem.ring[stage].kpe + Cta::Walk::own_row() * Cta::KPE_ROW_BYTES;
-        if constexpr (ALIGNED) {
-            copy_rows<Cta::CKV_ROW_BYTES, ALL>(
-                ckv, rows.ckv, HEAD_DIM_CKV * int{sizeof(CKV)}, votes);
-            copy_rows<Cta::KPE_ROW_BYTES, ALL>(
-                kpe, rows.kpe, HEAD_DIM_KPE * int{sizeof(KPE)}, votes);
-        } else if constexpr (!ALL) {
-            copy_elements<CKV, Cta::CKV_ROW_BYTES>(ckv, rows.ckv, HEAD_DIM_CKV, votes);
-            copy_elements<KPE, Cta::KPE_ROW_BYTES>(kpe, rows.kpe, HEAD_DIM_KPE, votes);
+    // Starts bringing the first keys of a part into the L2, before earlier launches have ended: as
+    // many as are then on their way at a time.
+    static __device__ __forceinline__ void prefetch_first_keys(const LatentParams& p, int part) {
+        constexpr int TOKENS = (STAGES - 1) * Ring::TOKENS;
+        if (LAUNCHED_EARLY) {
+            const Item item = load_item_past_l1(p.work.first_items + part);
+            prefetch_rows<Ring::CKV_ROW_BYTES, TOKENS, THREADS>(
+                p.table, item, p.ckv, 0, HEAD_DIM_CKV * int{sizeof(CKV)});
+            prefetch_rows<Ring::KPE_ROW_BYTES, TOKENS, THREADS>(
+                p.table, item, p.kpe, 0, HEAD_DIM_KPE * int{sizeof(KPE)});
         }
     }
 };
@@ -171,25 +98,48 @@ __device__ __forceinline__ void multiply_latent_keys(
     }
 }
 
+template <int NUM>
+__device__ __forceinline__ float largest_of(const float (&x)[NUM]) {
+    float largest[NUM];
+#pragma unroll
+    for (int i = 0; i < NUM; ++i) {
+        largest[i] = x[i];
+    }
+#pragma unroll
+    for (int n = NUM / 2; n > 0; n /= 2) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+            largest[i] = fmaxf(largest[i], largest[i + n]);
+        }
+    }
+    return largest[0];
+}
+
 template <typename CKV, typename KPE, int WARPS, int STAGES, int HELD, int MIN_CTAS, bool ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     mla_decode(const __grid_constant__ MlaDecodeParams p) {
     using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD>;
-    constexpr int ROWS = Cta::ROWS, TOKENS = Cta::TOKENS, FEATS = Cta::WARP_FEATS;
+    using Ring = typename Cta::Ring;
+    constexpr int ROWS = Cta::ROWS, TOKENS = Ring::TOKENS, FEATS = Cta::WARP_FEATS;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
     const int warp_idx = threadIdx.x / WARP_SIZE, lane_idx = threadIdx.x % WARP_SIZE;
 
-    // 1 the CTA's part, and its first keys on their way
+    // 1 the CTA's part, and its first keys on their way; into the L2 even before earlier launches
+    //   have ended
     const int block = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
+    if constexpr (ALIGNED) {
+        Cta::prefetch_first_keys(p, part);
+    }
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     const Item first = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
         return;
     }
-    LatentLoader<Cta, CKV, KPE, ALIGNED> loader(p, smem, first, first_item, end_item);
+    LatentLoader<Ring, ALIGNED> loader(p, smem.ring, smem.keys, first, first_item, end_item);
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) {
         loader.issue(stage);
@@ -199,19 +149,21 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     const Item& item = smem.item;
     if (threadIdx.x == 0) {
         smem.item = first;
+        smem.first_item = first_item;
+        smem.postponed = false;
     }
     int stage = 0;
-    bool postponed = false;  // whether the copies that go with the last step have not begun
 #pragma unroll 1
     for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
         // 2 queries, by way of the buffer that is filled next
-        if (threadIdx.x == 0 && item_idx > first_item) {
+        if (threadIdx.x == 0 && item_idx > smem.first_item) {
             smem.item = load_item(p.work.items + item_idx);
         }
         __syncthreads();  // the item is there
         typename Cta::PeQueries q_pe(smem.pe_rest);
         typename Cta::NopeQueries q_nope(smem.nope_rest);
         if (item.first_token < item.end_token) {
+            const bool postponed = smem.postponed;
             const int free = (stage + STAGES - (postponed ? 2 : 1)) % STAGES;
             auto& queries = *reinterpret_cast<typename Cta::Queries*>(&smem.ring[free]);
             queries.template load<WARPS>(p, item, block, smem.scales);
@@ -222,7 +174,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 __syncthreads();  // queries have been read
                 loader.issue(free);
             }
-            postponed = true;
+            if (threadIdx.x == 0) {
+                smem.postponed = true;  // all have read it before the queries were there
+            }
         }
 
         // 3 steps
@@ -242,10 +196,10 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             // Logits of the warp's own keys.
             const auto& buffer = smem.ring[stage];
             float s_pe[4];
-            multiply_latent_keys<Cta::CKV_ROW_BYTES, 4>(
-                s[0][0], q_nope, smem_address(buffer.ckv) + own * Cta::CKV_ROW_BYTES);
-            multiply_latent_keys<Cta::KPE_ROW_BYTES, 1>(
-                s_pe, q_pe, smem_address(buffer.kpe) + own * Cta::KPE_ROW_BYTES);
+            multiply_latent_keys<Ring::CKV_ROW_BYTES, 4>(
+                s[0][0], q_nope, smem_address(buffer.ckv) + own * Ring::CKV_ROW_BYTES);
+            multiply_latent_keys<Ring::KPE_ROW_BYTES, 1>(
+                s_pe, q_pe, smem_address(buffer.kpe) + own * Ring::KPE_ROW_BYTES);
             each_score(s, [&](float& x, int, int half_idx, int, int column) {
                 const float2 scales = smem.scales[row + half_idx * 8];
                 x = fmaf(x, scales.x, s_pe[half_idx * 2 + column % 2] * scales.y);
@@ -253,11 +207,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             const uint32_t keys = smem.keys[stage][warp_idx];
             const int32_t first = token + own;
             if (keys != 0xff || first + 8 > sight.all_to) {
+                const int32_t last[2] = {
+                    LatentSight::last(p, item, row) - first,
+                    LatentSight::last(p, item, row + 8) - first};
                 each_score(s, [&](float& x, int, int half_idx, int, int local) {
-                    const int own_row = row + half_idx * 8;
-                    const bool seen =
-                        (keys >> local & 1) && LatentSight::sees(p, item, own_row, first + local);
-                    x = seen ? x : NO_KEY;
+                    x = (keys >> local & 1) && local <= last[half_idx] ? x : NO_KEY;
                 });
             }
 
@@ -270,11 +224,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 }
             }
             __syncthreads();  // maxima are there
-            float maxima[2] = {NO_KEY, NO_KEY};
-#pragma unroll
-            for (int i = 0; i < 2 * WARPS; ++i) {
-                maxima[i % 2] = fmaxf(maxima[i % 2], smem.maxima[row + i % 2 * 8][i / 2]);
-            }
+            const float maxima[2] = {
+                largest_of(smem.maxima[row]), largest_of(smem.maxima[row + 8])};
             warp.weigh(s[0][0], maxima);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -285,13 +236,10 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             __syncthreads();  // weights are there
 
             // Weights of all keys of the step, times their values.
-            multiply_latent_values<CKV, Cta::CKV_ROW_BYTES, TOKENS>(
+            multiply_latent_values<CKV, Ring::CKV_ROW_BYTES, TOKENS>(
                 warp.o[0], smem_address(smem.weights), smem_address(buffer.ckv),
                 warp_idx * FEATS / 8);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-        }
-        if (item_idx + 1 == end_item) {
-            griddepcontrol_launch_dependents();
         }
 
         // 4 the result, or a slot's state if the tile has other items
@@ -335,12 +283,12 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
         __syncthreads();  // the slot is written, the item and the denominators have been read
         if (threadIdx.x == 0) {
-            smem.gates[item_idx > first_item].arrive(p.work, item, block);
+            smem.gates[item_idx > smem.first_item].arrive(p.work, item, block);
         }
     }
 
     // 5 shares of the tiles that other CTAs work on too: only the first and the last item's
-    const int num_gates = min(end_item - first_item, 2);
+    const int num_gates = min(end_item - smem.first_item, 2);
 #pragma unroll 1
     for (int i = 0; i < num_gates; ++i) {
         auto& gate = smem.gates[i];
@@ -349,10 +297,10 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
         __syncthreads();  // the slots are there
         const auto sync = [] { __syncthreads(); };
-        float* weights = reinterpret_cast<float*>(smem.ring);
-        LatentMerge<ROWS, Cta::THREADS, decltype(sync)>{
-            p, gate.item, block, static_cast<int>(threadIdx.x), weights, sync}
-            .merge(gate.shares);
+        using Merge = LatentMerge<ROWS, Cta::THREADS, decltype(sync)>;
+        static_assert(sizeof(smem.ring) >= sizeof(typename Merge::Scratch), "the ring is free");
+        auto& scratch = reinterpret_cast<typename Merge::Scratch&>(smem.ring);
+        Merge{p, gate.item, block, static_cast<int>(threadIdx.x), scratch, sync}.merge(gate.shares);
     }
 }
 

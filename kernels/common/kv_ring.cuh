@@ -26,8 +26,8 @@ struct StepPlace {
     int32_t token;       // the step is [token, token + TOKENS) before end_token
 };
 
-// A warp's way through its steps of a part.
-template <int TOKENS, int WARPS, int SHARERS>
+// A warp's way through its steps of a part. MASKS: there may be a custom mask.
+template <int TOKENS, int WARPS, int SHARERS, bool MASKS = true>
 struct StepWalk : StepPlace {
     static constexpr int OWN_TOKENS = TOKENS / SHARERS;  // of a step, copied by this warp
     static_assert(WARP_SIZE % OWN_TOKENS == 0, "a lane looks up a token, or two the same");
@@ -95,7 +95,12 @@ struct StepWalk : StepPlace {
     // Where this lane's token, or the item's last if it is past the end, is in the request.
     __device__ __forceinline__ int32_t position() const {
         const int32_t own = own_token();
-        return work.mask.given() ? work.mask.position(mask_entry, min(own, end_token - 1)) : own;
+        if constexpr (MASKS) {
+            if (work.mask.given()) {
+                return work.mask.position(mask_entry, min(own, end_token - 1));
+            }
+        }
+        return own;
     }
 
     // Of this lane's token within its page. Worked out again: registers are shorter than time.

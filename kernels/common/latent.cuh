@@ -108,9 +108,10 @@ struct LatentSight {
         return item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + row));
     }
 
-    static __device__ __forceinline__ bool sees(
-        const LatentParams& p, const Item& item, int row, int32_t token) {
-        return !p.causal || token <= position(p, item, row);
+    // The last token that a row sees.
+    static __device__ __forceinline__ int32_t
+    last(const LatentParams& p, const Item& item, int row) {
+        return p.causal ? position(p, item, row) : 0x7fffffff;
     }
 };
 
@@ -171,16 +172,24 @@ struct Gate {
 
 // Merges shares of a tile whose slots are written: the i-th of num_items shares is an equal run of
 // vectors of four sums. THREADS threads with their own barrier `sync`.
+//
+// What counts is how often they wait for the L2: sums are on their way while their weights are
+// worked out, and where there are more threads than vectors, they take turns with a vector's items.
 template <int ROWS, int THREADS, typename Sync>
 struct LatentMerge {
     static constexpr int VECS = HEAD_DIM_CKV / 4;                // of a row
     static constexpr int STATES = MAX_LATENT_ITEMS / WARP_SIZE;  // of a row that a lane weighs
 
+    struct Scratch {
+        float4 sums[THREADS];
+        float weights[ROWS + 2 * MAX_LATENT_ITEMS];  // of the rows of a share, for each item
+    };
+
     const LatentParams& p;
     const Item& item;
     int block;
     int thread_idx;
-    float* weights;  // in shared memory, [ROWS + 2 * num_items]
+    Scratch& scratch;  // in shared memory
     Sync sync;
 
     __device__ __forceinline__ void merge(Gate::Shares shares) const {
@@ -190,14 +199,131 @@ struct LatentMerge {
             const int32_t total = item.num_rows * VECS;
             const int32_t begin = total * share / item.num_items;
             const int32_t end = total * (share + 1) / item.num_items;
-            weigh(begin, end);
-            sync();  // weights are there
-            if (end - begin <= THREADS) {
-                add_up<1, 16>(begin, end);
-            } else {
-                add_up<4, 4>(begin, end);
+            if (end - begin > THREADS) {
+                merge_many<4, 4>(begin, end);
+            } else if (end > begin) {
+                merge_few<16>(begin, end);
             }
-            sync();  // weights have been read
+        }
+    }
+
+    // Vectors [begin, end), NUM by a thread at a time, IN_FLIGHT items of each.
+    template <int NUM, int IN_FLIGHT>
+    __device__ __forceinline__ void merge_many(int32_t begin, int32_t end) const {
+        bool weighed = false;
+        int32_t base = begin + thread_idx;
+        do {
+            float sums[NUM][4] = {};
+            int32_t first = 0;
+            do {
+                float4 x[IN_FLIGHT][NUM];
+                load(x, base, end, first, 1);
+                if (!weighed) {
+                    weigh(begin, end);
+                    sync();  // weights are there
+                    weighed = true;
+                }
+                add_up(sums, x, base, begin, end, first, 1);
+                first += IN_FLIGHT;
+            } while (first < item.num_items);
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                store(sums[i], base + i * THREADS, end);
+            }
+            base += NUM * THREADS;
+        } while (base < end);
+        sync();  // weights have been read
+    }
+
+    // No more vectors than threads.
+    template <int IN_FLIGHT>
+    __device__ __forceinline__ void merge_few(int32_t begin, int32_t end) const {
+        const int32_t width = end - begin;
+        const int32_t turns = min(THREADS / width, int32_t{item.num_items});
+        const int32_t turn = thread_idx / width;
+        // Threads without a turn load and weigh nothing.
+        const int32_t vec = turn < turns ? begin + thread_idx - turn * width : end;
+        float sums[1][4] = {};
+        int32_t first = turn;
+        bool weighed = false;
+        do {
+            float4 x[IN_FLIGHT][1];
+            load(x, vec, end, first, turns);
+            if (!weighed) {
+                weigh(begin, end);
+                sync();  // weights are there
+                weighed = true;
+            }
+            add_up(sums, x, vec, begin, end, first, turns);
+            first += IN_FLIGHT * turns;
+        } while (first < item.num_items);
+        scratch.sums[thread_idx] = make_float4(sums[0][0], sums[0][1], sums[0][2], sums[0][3]);
+        sync();  // sums of all turns are there
+        if (thread_idx < width) {
+            for (int32_t i = 1; i < turns; ++i) {
+                const float4 other = scratch.sums[thread_idx + i * width];
+                sums[0][0] += other.x, sums[0][1] += other.y;
+                sums[0][2] += other.z, sums[0][3] += other.w;
+            }
+            store(sums[0], begin + thread_idx, end);
+        }
+        sync();  // weights and sums have been read
+    }
+
+    // Starts loading vectors base + i * THREADS of items first + k * stride, as far as they exist.
+    template <int IN_FLIGHT, int NUM>
+    __device__ __forceinline__ void load(
+        float4 (&x)[IN_FLIGHT][NUM], int32_t base, int32_t end, int32_t first, int32_t stride)
+        const {
+        const float* of_first = p.work.sums + slot_row(0) * HEAD_DIM_CKV;
+        const float* of_second = p.work.sums + slot_row(1) * HEAD_DIM_CKV;
+        const int32_t slot = p.work.num_kv_heads * (ROWS * HEAD_DIM_CKV);
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+            const int32_t item_idx = first + k * stride;
+            // The slots of all items but the first are neighbours.
+            const float* from = item_idx == 0 ? of_first : of_second + int64_t{item_idx - 1} * slot;
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                const int32_t vec = base + i * THREADS;
+                x[k][i] = float4{};
+                if (vec < end && item_idx < item.num_items) {
+                    x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + vec * 4));
+                }
+            }
+        }
+    }
+
+    // Adds them up with their weights.
+    template <int IN_FLIGHT, int NUM>
+    __device__ __forceinline__ void add_up(
+        float (&sums)[NUM][4],
+        const float4 (&x)[IN_FLIGHT][NUM],
+        int32_t base,
+        int32_t begin,
+        int32_t end,
+        int32_t first,
+        int32_t stride) const {
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) {
+            const int32_t row = min(base + i * THREADS, end - 1) / VECS - begin / VECS;
+            const float* weights = scratch.weights + row * item.num_items;
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+                const float w = weights[min(first + k * stride, item.num_items - 1)];
+                sums[i][0] = fmaf(w, x[k][i].x, sums[i][0]);
+                sums[i][1] = fmaf(w, x[k][i].y, sums[i][1]);
+                sums[i][2] = fmaf(w, x[k][i].z, sums[i][2]);
+                sums[i][3] = fmaf(w, x[k][i].w, sums[i][3]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const float (&sums)[4], int32_t vec, int32_t end) const {
+        if (vec < end) {
+            LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
+                visit(sums, vec % VECS * 4);
+            });
         }
     }
 
@@ -247,58 +373,11 @@ struct LatentMerge {
             for (int k = 0; k < STATES; ++k) {
                 const int i = lane_idx + k * width;
                 if (i < item.num_items) {
-                    weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
+                    scratch.weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
                 }
             }
             if (lane_idx == 0 && row * VECS >= begin) {
                 LatentRow(p, item, block, row).store_lse(m, d);
-            }
-        }
-    }
-
-    // Outputs of the vectors [begin, end): a thread has NUM of them and IN_FLIGHT items at a time.
-    template <int NUM, int IN_FLIGHT>
-    __device__ __forceinline__ void add_up(int32_t begin, int32_t end) const {
-        const int first_row = begin / VECS;
-        for (int base = begin + thread_idx; base < end; base += NUM * THREADS) {
-            float sums[NUM][4] = {};
-            for (int first = 0; first < item.num_items; first += IN_FLIGHT) {
-                float4 x[IN_FLIGHT][NUM];
-#pragma unroll
-                for (int k = 0; k < IN_FLIGHT; ++k) {
-                    const int item_idx = min(first + k, item.num_items - 1);
-                    const float* from = p.work.sums + slot_row(item_idx) * HEAD_DIM_CKV;
-#pragma unroll
-                    for (int i = 0; i < NUM; ++i) {
-                        const int vec = base + i * THREADS;
-                        x[k][i] = float4{};
-                        if (vec < end && first + k < item.num_items) {
-                            x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + vec * 4));
-                        }
-                    }
-                }
-#pragma unroll
-                for (int k = 0; k < IN_FLIGHT; ++k) {
-#pragma unroll
-                    for (int i = 0; i < NUM; ++i) {
-                        const int row = min(base + i * THREADS, end - 1) / VECS - first_row;
-                        const int item_idx = min(first + k, item.num_items - 1);
-                        const float w = weights[row * item.num_items + item_idx];
-                        sums[i][0] = fmaf(w, x[k][i].x, sums[i][0]);
-                        sums[i][1] = fmaf(w, x[k][i].y, sums[i][1]);
-                        sums[i][2] = fmaf(w, x[k][i].z, sums[i][2]);
-                        sums[i][3] = fmaf(w, x[k][i].w, sums[i][3]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < NUM; ++i) {
-                const int vec = base + i * THREADS;
-                if (vec < end) {
-                    LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
-                        visit(sums[i], vec % VECS * 4);
-                    });
-                }
             }
         }
     }

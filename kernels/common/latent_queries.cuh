@@ -8,9 +8,54 @@
 
 namespace cukv {
 
-// The queries of a tile of 16 rows in shared memory, as operands in swizzled rows.
+// Where the queries of 16 rows lie in shared memory, K_STEPS steps of 16 columns, on their way to be
+// left operands of KV. Those of 16 bits lie in swizzled rows, as ldmatrix takes them. With fp8, whose
+// columns have an order of their own (KeyOperands), a lane's operands of a step are 16 bytes, so that
+// they come into neighbouring registers; lanes are swizzled, because a row is written by step.
+template <typename KV, int K_STEPS>
+struct QueryOperands {
+    // Eight columns of a row.
+    static __device__ __forceinline__ void store(
+        char* tile, int row, int chunk, const Vec<Operand<KV>, 8>& x) {
+        if constexpr (is_fp8<KV>) {
+            const uint32_t words[4] = {x.raw.x, x.raw.y, x.raw.z, x.raw.w};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int lane_idx = row % 8 * 4 + chunk % 2 * 2 + i;
+                auto* to = reinterpret_cast<uint32_t*>(tile + place(chunk / 2, lane_idx));
+                to[row / 8] = words[2 * i];
+                to[row / 8 + 2] = words[2 * i + 1];
+            }
+        } else {
+            store_vec(tile + swizzled<K_STEPS * 32>(row, chunk), x);
+        }
+    }
+
+    // A step, as a lane wants it.
+    static __device__ __forceinline__ void load(uint32_t (&a)[4], const char* tile, int k_step) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        if constexpr (is_fp8<KV>) {
+            const uint4 x = *reinterpret_cast<const uint4*>(tile + place(k_step, lane_idx));
+            a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+        } else {
+            const int at = swizzled<K_STEPS * 32>(lane_idx % 16, 2 * k_step + lane_idx / 16);
+            ldmatrix_x4(a, smem_address(tile + at));
+        }
+    }
+
+    // Of a lane's 16 bytes of fp8.
+    static __device__ __forceinline__ int place(int k_step, int lane_idx) {
+        return k_step * (16 * WARP_SIZE) + (lane_idx ^ k_step % 8) * 16;
+    }
+};
+
+// The queries of a tile of 16 rows in shared memory.
 template <typename CKV, typename KPE>
 struct LatentQueryTile {
+    static constexpr int NOPE_STEPS = HEAD_DIM_CKV / 16, PE_STEPS = HEAD_DIM_KPE / 16;
+    using NopeOperands = QueryOperands<CKV, NOPE_STEPS>;
+    using PeOperands = QueryOperands<KPE, PE_STEPS>;
+
     char nope[16 * HEAD_DIM_CKV * 2];
     char pe[16 * HEAD_DIM_KPE * 2];
 
@@ -47,14 +92,11 @@ struct LatentQueryTile {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = first + i;
-                char* const to_nope[2] = {
-                    nope + swizzled<1024>(row, lane_idx),
-                    nope + swizzled<1024>(row, lane_idx + WARP_SIZE)};
-                char* const to_pe[1] = {pe + swizzled<128>(row, lane_idx % 8)};
                 const float nope_factor =
-                    store<CKV>(to_nope, nope_chunks[i], p.q_nope_rows.kind, true);
+                    store<CKV, NopeOperands>(nope, row, nope_chunks[i], p.q_nope_rows.kind, true);
                 const bool has_pe = lane_idx < HEAD_DIM_KPE / 8;
-                const float pe_factor = store<KPE>(to_pe, pe_chunks[i], p.q_pe_rows.kind, has_pe);
+                const float pe_factor =
+                    store<KPE, PeOperands>(pe, row, pe_chunks[i], p.q_pe_rows.kind, has_pe);
                 if (lane_idx == 0) {
                     const float scale = p.sm_scale * LOG2_E;
                     scales[row] = {
@@ -65,10 +107,11 @@ struct LatentQueryTile {
         }
     }
 
-    // Stores chunks of a row as operands of KV, by a warp; gives what was divided out of them.
-    template <typename KV, int NUM>
+    // Stores a lane's chunks of a row, WARP_SIZE apart, as operands of KV, by a warp; gives what was
+    // divided out of them.
+    template <typename KV, typename Operands, int NUM>
     static __device__ __forceinline__ float store(
-        char* const (&to)[NUM], const Query8 (&x)[NUM], int kind, bool stores) {
+        char* tile, int row, const Query8 (&x)[NUM], int kind, bool stores) {
         constexpr int KIND = is_same<KV, bfloat16> ? KIND_BFLOAT16 : KIND_HALF;
         float factor = 1.0f, inverse = 1.0f;
         if constexpr (is_fp8<KV>) {
@@ -104,30 +147,12 @@ struct LatentQueryTile {
                 }
             }
             if (stores) {
-                store_vec(to[i], y);
+                Operands::store(tile, row, threadIdx.x % WARP_SIZE + i * WARP_SIZE, y);
             }
         }
         return factor;
     }
 };
-
-// A step of 16 columns of queries as left operands, from rows of ROW_BYTES.
-template <typename KV, int ROW_BYTES>
-__device__ __forceinline__ void load_query_step(uint32_t (&a)[4], const char* queries, int k_step) {
-    const int lane_idx = threadIdx.x % WARP_SIZE;
-    if constexpr (is_fp8<KV>) {  // the order of columns of KeyOperands
-        const int t = lane_idx % 4;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int chunk = swizzled<ROW_BYTES>(lane_idx / 4 + 8 * i, 2 * k_step + t / 2);
-            const uint2 x = *reinterpret_cast<const uint2*>(queries + chunk + t % 2 * 8);
-            a[i] = x.x, a[i + 2] = x.y;
-        }
-    } else {
-        const int chunk = swizzled<ROW_BYTES>(lane_idx % 16, 2 * k_step + lane_idx / 16);
-        ldmatrix_x4(a, smem_address(queries + chunk));
-    }
-}
 
 // The left operands of a warp's 16 rows, K_STEPS steps of 16 columns: HELD of them stay in
 // registers. For the others there are none: those lie in shared memory as every lane of any warp
@@ -148,7 +173,7 @@ struct HeldQueries {
         for (int i = 0; i < K_STEPS; ++i) {
             uint32_t x[4];
             if (i < HELD || stores) {
-                load_query_step<KV, K_STEPS * 32>(x, queries, i);
+                QueryOperands<KV, K_STEPS>::load(x, queries, i);
             }
             if (i < HELD) {
 #pragma unroll
@@ -189,7 +214,7 @@ struct KeyChunks {
 
     __device__ __forceinline__ OperandPair operator[](int k_step) const {
         if constexpr (is_fp8<KV>) {
-            return {halves_of<KV>(x[k_step] & 0xffffu), halves_of<KV>(x[k_step] >> 16)};
+            return halves_of_four<KV>(x[k_step]);
         } else {
             return {x[2 * k_step], x[2 * k_step + 1]};
         }
@@ -207,17 +232,13 @@ __device__ __forceinline__ float row_maximum(const float (&s)[4], int half_idx) 
 // denominators are of its own keys.
 template <int FEAT_TILES>
 struct LatentState : WarpState<1, FEAT_TILES> {
-    // Logits and maxima are in base 2. Where a row's maximum rises by less, weights of up to 2^LAZY
-    // are exact too, and sums need not be multiplied.
-    static constexpr float LAZY = 8.0f;
-
-    // Turns logits into weights relative to what the row's maximum was when it last rose.
+    // Turns logits in base 2 into weights relative to the row's maximum, which `maxima` may raise.
     __device__ __forceinline__ void weigh(float (&s)[4], const float (&maxima)[2]) {
         float factor[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float& m = this->m[0][i];
-            const float m_new = maxima[i] - m > LAZY ? maxima[i] : m;
+            const float m_new = fmaxf(m, maxima[i]);
             const float base = m_new > NO_KEY ? m_new : 0.0f;  // weights of no keys are 0
             factor[i] = ex2(m - base);
             m = m_new;

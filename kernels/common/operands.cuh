@@ -32,6 +32,14 @@ __device__ __forceinline__ uint32_t halves_of(uint32_t two_bytes) {
     return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
+// Four, as two pairs.
+template <typename KV>
+__device__ __forceinline__ OperandPair halves_of_four(uint32_t four_bytes) {
+    uint16_t low, high;
+    mov_halves(low, high, four_bytes);
+    return {halves_of<KV>(low), halves_of<KV>(high)};
+}
+
 // 16 columns of TILES tiles of 8 keys, of one ldmatrix.
 template <typename KV>
 struct KeyOperands {
@@ -56,7 +64,7 @@ struct KeyOperands {
 
     __device__ __forceinline__ OperandPair operator[](int tile) const {
         if constexpr (is_fp8<KV>) {
-            return {halves_of<KV>(x[tile] & 0xffffu), halves_of<KV>(x[tile] >> 16)};
+            return halves_of_four<KV>(x[tile]);
         } else {
             return {x[2 * tile], x[2 * tile + 1]};
         }
@@ -88,10 +96,10 @@ struct ValueOperands {
     __device__ __forceinline__ void get(int j, OperandPair& even, OperandPair& odd) const {
         if constexpr (is_fp8<KV>) {
             // Both tokens' even columns to the low half, the odd ones to the high half.
-            const uint32_t low = __byte_perm(x[2 * j], 0, 0x3120);
-            const uint32_t high = __byte_perm(x[2 * j + 1], 0, 0x3120);
-            even = {halves_of<KV>(low & 0xffffu), halves_of<KV>(high & 0xffffu)};
-            odd = {halves_of<KV>(low >> 16), halves_of<KV>(high >> 16)};
+            const auto first = halves_of_four<KV>(__byte_perm(x[2 * j], 0, 0x3120));
+            const auto second = halves_of_four<KV>(__byte_perm(x[2 * j + 1], 0, 0x3120));
+            even = {first.b0, second.b0};
+            odd = {first.b1, second.b1};
         } else {
             even = {x[0], x[1]};
             odd = {x[2], x[3]};

@@ -69,6 +69,11 @@ __device__ __forceinline__ uint32_t cvt_pair(float low, float high) {
     return pair;
 }
 
+// The 16-bit halves of a word, as two registers: what takes 16 bits reads either half of one.
+__device__ __forceinline__ void mov_halves(uint16_t& low, uint16_t& high, uint32_t word) {
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(word));
+}
+
 // Adds to a counter of all CTAs and gives what it was. What this thread has written or seen written
 // before is seen by whoever finds the new count, and what others had then, by this thread after.
 __device__ __forceinline__ int32_t atom_add_acq_rel(int32_t* counter, int32_t x) {
