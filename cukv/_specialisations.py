@@ -383,7 +383,7 @@ class MlaDecodeSm90Tile(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
-        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 22 * 8, 2 * 48 + 2 * 56
+        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 23 * 8, 2 * 48 + 2 * 56
         return int(-(-(tiles + states + barriers + items) // 1024) * 1024)
 
     @property

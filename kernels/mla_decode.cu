@@ -50,19 +50,6 @@ struct MlaDecodeCta {
         bool postponed;      // whether the copies that go with the last step have not begun
         Gate gates[2];       // of the tiles that other CTAs work on too
     };
-
-    // Starts bringing the first keys of a part into the L2, before earlier launches have ended: as
-    // many as are then on their way at a time.
-    static __device__ __forceinline__ void prefetch_first_keys(const LatentParams& p, int part) {
-        constexpr int TOKENS = (STAGES - 1) * Ring::TOKENS;
-        if (LAUNCHED_EARLY) {
-            const Item item = load_item_past_l1(p.work.first_items + part);
-            prefetch_rows<Ring::CKV_ROW_BYTES, TOKENS, THREADS>(
-                p.table, item, p.ckv, 0, HEAD_DIM_CKV * int{sizeof(CKV)});
-            prefetch_rows<Ring::KPE_ROW_BYTES, TOKENS, THREADS>(
-                p.table, item, p.kpe, 0, HEAD_DIM_KPE * int{sizeof(KPE)});
-        }
-    }
 };
 
 // s = q k^T for the 8 keys at `keys`. Products that all add to one sum would wait for each other:
@@ -129,9 +116,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     //   have ended
     const int block = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
-    if constexpr (ALIGNED) {
-        Cta::prefetch_first_keys(p, part);
-    }
+    // As many as are on their way at a time.
+    prefetch_first_rows<CKV, KPE, (STAGES - 1) * TOKENS, Cta::THREADS>(p, part);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const Item first = load_item(p.work.first_items + part);

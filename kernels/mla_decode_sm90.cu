@@ -32,20 +32,25 @@ __global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
     const int part = blockIdx.x / p.work.num_kv_heads;
     if (threadIdx.x == 0) {
         smem.init();
+        if constexpr (MAPPED) {
+            prefetch_tensormap(p.ckv_map);
+            prefetch_tensormap(p.kpe_map);
+        }
     }
+    prefetch_first_rows<KV, KV, 2 * LATENT_TOKENS, NUM_CONSUMERS + NUM_PRODUCERS>(p, part);
     griddepcontrol_wait();
-    const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
+    griddepcontrol_launch_dependents();
     __syncthreads();  // barriers are there
     // From one lane, so that the compiler knows: a warp takes one branch.
     const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
     if (warp_idx < NUM_CONSUMERS / WARP_SIZE) {
         setmaxnreg_inc<224>();
         LatentConsumer<KV> consumer(p, smem, warp_idx);
-        consumer.run(block, first_item, end_item);
+        consumer.run(block, part);
     } else {
         setmaxnreg_dec<56>();
         LatentProducer<KV, MAPPED> producer(p, smem, warp_idx - NUM_CONSUMERS / WARP_SIZE);
-        producer.run(block, first_item, end_item);
+        producer.run(block, part);
     }
 }
 

@@ -4,6 +4,7 @@
 // blocks, which the work list calls KV heads: the CTAs of all blocks walk side by side, so that a
 // token comes from memory once. The last block may be short.
 #pragma once
+#include "common/kv_ring.cuh"
 #include "common/queries.cuh"
 #include "common/slots.cuh"
 
@@ -34,6 +35,21 @@ struct LatentParams {
     int32_t causal;
     int32_t evict_first;  // 1: latent rows leave the L2 first
 };
+
+// Starts bringing what a part begins with into the L2, its first TOKENS latent rows too, by THREADS
+// threads, before earlier launches have ended.
+template <typename CKV, typename KPE, int TOKENS, int THREADS>
+__device__ __forceinline__ void prefetch_first_rows(const LatentParams& p, int part) {
+    constexpr int CKV_BYTES = HEAD_DIM_CKV * sizeof(CKV), KPE_BYTES = HEAD_DIM_KPE * sizeof(KPE);
+    if (LAUNCHED_EARLY) {
+        if (threadIdx.x < 2) {
+            prefetch_l2((threadIdx.x == 0 ? p.work.part_begin : p.work.part_end) + part);
+        }
+        const Item item = load_item_past_l1(p.work.first_items + part);
+        prefetch_rows<CKV_BYTES, TOKENS, THREADS>(p.table, item, p.ckv, 0, CKV_BYTES);
+        prefetch_rows<128, TOKENS, THREADS>(p.table, item, p.kpe, 0, KPE_BYTES);
+    }
+}
 
 // A row of a tile in q, o and lse.
 struct LatentRow {

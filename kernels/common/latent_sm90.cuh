@@ -33,6 +33,7 @@ struct LatentSmem {
     uint64_t empty[2][2];                   // of tile and side
     uint64_t landed[4];        // of a warp that loads: a side some of whose rows are to be zeroed
     uint64_t weights_full[2];  // of a tile
+    uint64_t even_scored;      // all products of an even tile's scores have begun
     uint64_t q_full, q_empty;
     Item items[2];  // in turn
     Gate gates[2];  // of the first and the last item
@@ -50,6 +51,7 @@ struct LatentSmem {
         }
         mbarrier_init(weights_full[0], 4);
         mbarrier_init(weights_full[1], 4);
+        mbarrier_init(even_scored, 4);
         mbarrier_init(q_full, 4);   // warps that load
         mbarrier_init(q_empty, 8);  // warps that compute
         fence_mbarrier_init();
@@ -88,10 +90,13 @@ struct LatentProducer {
           parity(1),  // the phase before the first is over
           landed_parity(0) {}
 
-    __device__ __forceinline__ void run(int block, int32_t first_item, int32_t end_item) {
+    __device__ __forceinline__ void run(int block, int part) {
+        const Item* from = p.work.first_items + part;
+        int32_t item_idx = p.work.part_begin[part];
+        const int32_t end_item = p.work.part_end[part];
         uint32_t q_parity = 1;
-        for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
-            const Item item = load_item(p.work.items + item_idx);
+        while (item_idx < end_item) {
+            const Item item = load_item(from);
             int32_t token = item.first_token + stage * LATENT_TOKENS;
             look_up(item, token);
             const bool has_keys = token < item.end_token;
@@ -101,7 +106,7 @@ struct LatentProducer {
             mbarrier_try_wait(smem.q_empty, q_parity);
             q_parity ^= 1;
             if (warp_idx == 0 && threadIdx.x % WARP_SIZE == 0) {
-                smem.items[(item_idx - first_item) % 2] = item;
+                smem.items[q_parity] = item;
             }
             load_queries(item, block);
             if (!MAPPED && has_keys) {
@@ -115,6 +120,7 @@ struct LatentProducer {
                     publish_keys<0>();
                 }
             }
+            from = p.work.items + ++item_idx;
         }
     }
 

@@ -63,6 +63,9 @@ struct LatentConsumer {
             score_block(block);
         }
         wgmma_commit_group();
+        if (group == 0) {
+            arrive(smem.even_scored);
+        }
         wgmma_wait_group<0>();
         pin_registers(s);
         pin_sums();
@@ -85,7 +88,7 @@ struct LatentConsumer {
         for (int i = 0; i < 32; ++i) {
             const int local = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
             const bool seen = (keys >> local & 1) &&
-                              LatentSight::sees(p, item, row + i / 2 % 2 * 8, token + local);
+                              token + local <= LatentSight::last(p, item, row + i / 2 % 2 * 8);
             s[i] = seen ? s[i] : NO_KEY;
         }
     }
@@ -265,11 +268,18 @@ struct LatentConsumer {
         add_own(weights);
     }
 
+    // Lets the products of the even tile's scores go first: the tensor cores then work on the odd
+    // tile's while warpgroup 0 weighs, and neither waits for the other.
+    __device__ __forceinline__ void await_even_scores() {
+        mbarrier_try_wait(smem.even_scored, w_parity);
+    }
+
     // The same by warpgroup 1.
     __device__ __forceinline__ void attend_odd(const Item& item, int32_t steps) {
         int32_t step = 1;
         for (; step < steps; step += 2) {
             begin_scores();
+            await_even_scores();
             score<0>(item, item.first_token + step * LATENT_TOKENS, step + 2 >= steps);
             receive();
             rescale();
@@ -285,6 +295,7 @@ struct LatentConsumer {
             added(1);
         }
         if (step == steps) {
+            await_even_scores();
             receive();
             rescale();
             add_other();
@@ -320,8 +331,8 @@ struct LatentConsumer {
                 for (int i = 0; i < 16; ++i) {
                     const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
                     float sums[4];
-                    const int feat = i * 16 + neighbours<KV>(sums, even, even + 4);
-                    visit(sums, group * 256 + feat);
+                    const int feat = opaque(neighbours<KV>(sums, even, even + 4));
+                    visit(sums, group * 256 + i * 16 + feat);
                 }
             };
             if (whole) {
@@ -341,7 +352,8 @@ struct LatentConsumer {
         }
     }
 
-    __device__ __forceinline__ void run(int block, int32_t first_item, int32_t end_item) {
+    __device__ __forceinline__ void run(int block, int part) {
+        const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
         for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
             const int turn = item_idx - first_item & 1;
             mbarrier_try_wait(smem.q_full, turn);
@@ -362,9 +374,6 @@ struct LatentConsumer {
             } else {
                 attend_odd(item, steps);
             }
-            if (item_idx + 1 == end_item) {
-                griddepcontrol_launch_dependents();
-            }
             finish(item, block, turn);
             consumers_sync();  // the slot is written, if there is one
             if (threadIdx.x == 0) {
@@ -382,9 +391,10 @@ struct LatentConsumer {
             }
             consumers_sync();  // the slots are there, and tiles have been read
             const auto sync = [] { consumers_sync(); };
-            float* weights = reinterpret_cast<float*>(smem.tiles);
-            LatentMerge<LATENT_ROWS, NUM_CONSUMERS, decltype(sync)>{
-                p, gate.item, block, static_cast<int>(threadIdx.x), weights, sync}
+            using Merge = LatentMerge<LATENT_ROWS, NUM_CONSUMERS, decltype(sync)>;
+            static_assert(sizeof(smem.tiles) >= sizeof(typename Merge::Scratch), "tiles are free");
+            auto& scratch = reinterpret_cast<typename Merge::Scratch&>(smem.tiles);
+            Merge{p, gate.item, block, static_cast<int>(threadIdx.x), scratch, sync}
                 .merge(gate.shares);
         }
     }

@@ -69,6 +69,13 @@ __device__ __forceinline__ uint32_t cvt_pair(float low, float high) {
     return pair;
 }
 
+// No instruction: a number of which the compiler knows nothing, so that it does not work out long
+// before what follows from it, and keep that in registers.
+__device__ __forceinline__ int32_t opaque(int32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // The 16-bit halves of a word, as two registers: what takes 16 bits reads either half of one.
 __device__ __forceinline__ void mov_halves(uint16_t& low, uint16_t& high, uint32_t word) {
     asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(word));

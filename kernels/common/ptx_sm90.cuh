@@ -67,6 +67,11 @@ __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Starts bringing a tensor map to where copies look for it.
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Starts copying the box at the given coordinates to shared memory, zeros where it leaves the
 // array.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(
