@@ -98,9 +98,9 @@ struct LatentProducer {
         while (item_idx < end_item) {
             const Item item = load_item(from);
             int32_t token = item.first_token + stage * LATENT_TOKENS;
-            look_up(item, token);
             const bool has_keys = token < item.end_token;
-            if (has_keys) {
+            if (has_keys) {  // else the request may have no page to look up
+                look_up(item, token);
                 load_keys(item, token);
             }
             mbarrier_try_wait(smem.q_empty, q_parity);
