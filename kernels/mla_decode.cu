@@ -30,6 +30,10 @@ struct MlaDecodeCta {
     using Ring = LatentRing<CKV, KPE, WARPS, STAGES>;
     static_assert(2 * Ring::TOKENS <= WEIGHT_ROW_BYTES, "a row of weights is of a step's keys");
 
+    // Whether the next step's scores are worked out beside a step's values, so that warps wait for
+    // each other twice a step, not three times. It takes a buffer that else were on its way.
+    static constexpr bool AHEAD = STAGES > 3;
+
     // Sums of more than 64 features leave no registers for all queries.
     using Queries = LatentQueryTile<CKV, KPE>;
     using NopeQueries = HeldQueries<CKV, Queries::NOPE_STEPS, HELD>;
@@ -165,21 +169,57 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             }
         }
 
-        // 3 steps
+        // 3 steps: of one the scores, and then its values and the scores of the next
         const LatentSight sight(p, item);
         LatentState<FEATS / 8> warp;
         float s[1][1][4];
         const int own = warp_idx * 8;  // first of the warp's own keys
-        const int32_t end_token = item.end_token;
+        const int32_t first_token = item.first_token, end_token = item.end_token;
 #pragma unroll 1
-        for (int32_t token = item.first_token; token < end_token; token += TOKENS) {
-            cp_async_wait_group<STAGES - 2>();
-            __syncthreads();  // all copies have landed, and the buffer before has been read
-            if (token + TOKENS < end_token) {
-                loader.issue((stage + STAGES - 1) % STAGES);
+        for (int32_t token = first_token - TOKENS; token < end_token; token += TOKENS) {
+            const bool scored = token >= first_token, more = token + TOKENS < end_token;
+            if (scored) {
+                __syncthreads();  // maxima are there, and the buffer before has been read
+                if (Cta::AHEAD && more) {
+                    loader.issue((stage + STAGES - 1) % STAGES);
+                }
+                const float maxima[2] = {
+                    largest_of(smem.maxima[row]), largest_of(smem.maxima[row + 8])};
+                warp.weigh(s[0][0], maxima);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    char* to =
+                        smem.weights + swizzled<Cta::WEIGHT_ROW_BYTES>(row + i * 8, warp_idx);
+                    *reinterpret_cast<uint32_t*>(to + lane_idx % 4 * 4) =
+                        cvt_pair<Operand<CKV>>(s[0][0][2 * i], s[0][0][2 * i + 1]);
+                }
+            }
+            if (Cta::AHEAD && more) {
+                cp_async_wait_group<STAGES - 2>();
+            }
+            if (Cta::AHEAD || scored) {
+                __syncthreads();  // weights are there, and, if ahead, the next step's keys
             }
 
-            // Logits of the warp's own keys.
+            // Weights of all keys of the step, times their values.
+            if (scored) {
+                multiply_latent_values<CKV, Ring::CKV_ROW_BYTES, TOKENS>(
+                    warp.o[0], smem_address(smem.weights), smem_address(smem.ring[stage].ckv),
+                    warp_idx * FEATS / 8);
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+            }
+            if (!more) {
+                break;
+            }
+            if constexpr (!Cta::AHEAD) {
+                cp_async_wait_group<STAGES - 2>();
+                __syncthreads();  // the next step's keys are there, and the buffer before is free
+                if (token + 2 * TOKENS < end_token) {
+                    loader.issue((stage + STAGES - 1) % STAGES);
+                }
+            }
+
+            // Logits of the warp's own keys of the next step.
             const auto& buffer = smem.ring[stage];
             float s_pe[4];
             multiply_latent_keys<Ring::CKV_ROW_BYTES, 4>(
@@ -191,7 +231,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 x = fmaf(x, scales.x, s_pe[half_idx * 2 + column % 2] * scales.y);
             });
             const uint32_t keys = smem.keys[stage][warp_idx];
-            const int32_t first = token + own;
+            const int32_t first = token + TOKENS + own;
             if (keys != 0xff || first + 8 > sight.all_to) {
                 const int32_t last[2] = {
                     LatentSight::last(p, item, row) - first,
@@ -209,23 +249,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     smem.maxima[row + i * 8][warp_idx] = m;
                 }
             }
-            __syncthreads();  // maxima are there
-            const float maxima[2] = {
-                largest_of(smem.maxima[row]), largest_of(smem.maxima[row + 8])};
-            warp.weigh(s[0][0], maxima);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                char* to = smem.weights + swizzled<Cta::WEIGHT_ROW_BYTES>(row + i * 8, warp_idx);
-                *reinterpret_cast<uint32_t*>(to + lane_idx % 4 * 4) =
-                    cvt_pair<Operand<CKV>>(s[0][0][2 * i], s[0][0][2 * i + 1]);
-            }
-            __syncthreads();  // weights are there
-
-            // Weights of all keys of the step, times their values.
-            multiply_latent_values<CKV, Ring::CKV_ROW_BYTES, TOKENS>(
-                warp.o[0], smem_address(smem.weights), smem_address(buffer.ckv),
-                warp_idx * FEATS / 8);
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
 
         // 4 the result, or a slot's state if the tile has other items
