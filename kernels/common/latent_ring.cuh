@@ -80,7 +80,7 @@ struct LatentLoader {
         cp_async_commit_group();
     }
 
-private:
+  private:
     using Buffer = typename Ring::Buffer;
 
     // Rows that are not keys become zeros, and are not read.

@@ -394,8 +394,8 @@ struct LatentConsumer {
             using Merge = LatentMerge<LATENT_ROWS, NUM_CONSUMERS, decltype(sync)>;
             static_assert(sizeof(smem.tiles) >= sizeof(typename Merge::Scratch), "tiles are free");
             auto& scratch = reinterpret_cast<typename Merge::Scratch&>(smem.tiles);
-            Merge{p, gate.item, block, static_cast<int>(threadIdx.x), scratch, sync}
-                .merge(gate.shares);
+            Merge{p, gate.item, block, static_cast<int>(threadIdx.x), scratch, sync}.merge(
+                gate.shares);
         }
     }
 };
