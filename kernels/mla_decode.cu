@@ -9,6 +9,7 @@
 // some steps ahead. Of a step each warp scores 8 keys, and then, with the weights of all keys, adds
 // up its share of the features. Bound by HBM: the latent rows, once.
 // Host: cukv/mla.py MLAPagedCache.decode       Reference: cukv/reference.py mla_decode
+#include "common/latent_merge.cuh"
 #include "common/latent_queries.cuh"
 #include "common/latent_ring.cuh"
 #include "common/logits.cuh"

@@ -8,10 +8,11 @@
 
 namespace cukv {
 
-// Where the queries of 16 rows lie in shared memory, K_STEPS steps of 16 columns, on their way to be
-// left operands of KV. Those of 16 bits lie in swizzled rows, as ldmatrix takes them. With fp8, whose
-// columns have an order of their own (KeyOperands), a lane's operands of a step are 16 bytes, so that
-// they come into neighbouring registers; lanes are swizzled, because a row is written by step.
+// Where the queries of 16 rows lie in shared memory, K_STEPS steps of 16 columns, on their way to
+// be left operands of KV. Those of 16 bits lie in swizzled rows, as ldmatrix takes them. With fp8,
+// whose columns have an order of their own (KeyOperands), a lane's operands of a step are 16 bytes,
+// so that they come into neighbouring registers; lanes are swizzled, because a row is written by
+// step.
 template <typename KV, int K_STEPS>
 struct QueryOperands {
     // Eight columns of a row.
@@ -107,8 +108,8 @@ struct LatentQueryTile {
         }
     }
 
-    // Stores a lane's chunks of a row, WARP_SIZE apart, as operands of KV, by a warp; gives what was
-    // divided out of them.
+    // Stores a lane's chunks of a row, WARP_SIZE apart, as operands of KV, by a warp; gives what
+    // was divided out of them.
     template <typename KV, typename Operands, int NUM>
     static __device__ __forceinline__ float store(
         char* tile, int row, const Query8 (&x)[NUM], int kind, bool stores) {

@@ -1,8 +1,8 @@
 // Latent rows of a part, step by step through a ring of buffers, and who copies them.
 //
-// A step is TOKENS keys, a buffer of them [ckv rows][kpe rows], both swizzled. Every warp copies its
-// own 8 rows of each step: a lane two of them, 128 bytes apart, so that it has two addresses of each
-// part and all else is known when compiling.
+// A step is TOKENS keys, a buffer of them [ckv rows][kpe rows], both swizzled. Every warp copies
+// its own 8 rows of each step: a lane pieces of two of them, 128 bytes apart, so that it has two
+// addresses of each part and all else is known when compiling.
 #pragma once
 #include "common/kv_ring.cuh"
 #include "common/latent.cuh"
@@ -31,6 +31,7 @@ template <typename Ring, bool ALIGNED>
 struct LatentLoader {
     using CKV = typename Ring::CKV;
     using KPE = typename Ring::KPE;
+    using Buffer = typename Ring::Buffer;
     using Walk = StepWalk<Ring::TOKENS, Ring::WARPS, Ring::WARPS, false>;
     static_assert(Walk::OWN_TOKENS == Ring::OWN_TOKENS, "a warp copies as many keys as it scores");
 
@@ -79,9 +80,6 @@ struct LatentLoader {
         }
         cp_async_commit_group();
     }
-
-  private:
-    using Buffer = typename Ring::Buffer;
 
     // Rows that are not keys become zeros, and are not read.
     template <typename DType, int DIM, int ROW_BYTES>

@@ -5,7 +5,7 @@
 // its ckv, which one warpgroup adds up; the block of kpe, once scored, makes room for the weights
 // of its step, which the other warpgroup reads, and so it goes with that one's side.
 #pragma once
-#include "common/latent.cuh"
+#include "common/latent_merge.cuh"
 #include "common/ptx_sm90.cuh"
 #include "common/swizzle.cuh"
 

@@ -268,18 +268,13 @@ struct LatentConsumer {
         add_own(weights);
     }
 
-    // Lets the products of the even tile's scores go first: the tensor cores then work on the odd
-    // tile's while warpgroup 0 weighs, and neither waits for the other.
-    __device__ __forceinline__ void await_even_scores() {
-        mbarrier_try_wait(smem.even_scored, w_parity);
-    }
-
-    // The same by warpgroup 1.
+    // The same by warpgroup 1. It lets the products of the even tile's scores go first: the tensor
+    // cores then work on the odd tile's while warpgroup 0 weighs.
     __device__ __forceinline__ void attend_odd(const Item& item, int32_t steps) {
         int32_t step = 1;
         for (; step < steps; step += 2) {
             begin_scores();
-            await_even_scores();
+            mbarrier_try_wait(smem.even_scored, w_parity);
             score<0>(item, item.first_token + step * LATENT_TOKENS, step + 2 >= steps);
             receive();
             rescale();
@@ -295,7 +290,7 @@ struct LatentConsumer {
             added(1);
         }
         if (step == steps) {
-            await_even_scores();
+            mbarrier_try_wait(smem.even_scored, w_parity);
             receive();
             rescale();
             add_other();

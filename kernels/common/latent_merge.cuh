@@ -1,0 +1,276 @@
+// How tiles of several items end, of attention over latent rows: all CTAs that worked on one
+// wait for each other, if they can, and merge a share each.
+#pragma once
+#include "common/latent.cuh"
+
+namespace cukv {
+
+// The gate of a tile of several items, behind which all of its slots are written.
+//
+// An item's CTA arrives when its slot is written, and the last one opens the gate. A CTA that has
+// nothing else to do waits there to merge its share of the tile's rows; but not for ever, since the
+// others may not be running. One that leaves says so, and then the last to arrive merges all
+// shares. A share comes out the same whoever merges it, once or twice.
+struct Gate {
+    static constexpr int32_t LEFT = 1 << 10;        // after which a CTA that has left counts
+    static constexpr int32_t OPENED = 1 << 20;      // how often the gate was opened, modulo 2^12
+    static constexpr long long PATIENCE = 1 << 16;  // clocks, several times what a merge takes
+    enum Shares : int32_t { NONE, OWN, ALL, NOT_YET };  // of a tile, for a CTA to merge
+
+    // A CTA's way through the gate of its item's tile, in shared memory; one thread goes it.
+    Item item;
+    int32_t opened;  // the ticket's upper bits before
+    Shares shares;
+
+    // The tile's ticket: items that have arrived, CTAs that have left, openings.
+    __device__ __forceinline__ int32_t* ticket(const WorkList& work, int kv_head) const {
+        return work.tickets + int64_t{item.first_slot} * work.num_kv_heads + kv_head;
+    }
+
+    // Behind a barrier after the slot was written, if there is one.
+    __device__ __forceinline__ void arrive(const WorkList& work, const Item& of, int kv_head) {
+        item = of;
+        shares = NONE;
+        if (item.first_slot < 0 || item.num_rows == 0) {
+            return;
+        }
+        const uint32_t before = atom_add_acq_rel(ticket(work, kv_head), 1);
+        opened = before / OPENED;
+        shares = NOT_YET;
+        if (before % LEFT == item.num_items - 1) {
+            st_release(ticket(work, kv_head), (before / OPENED + 1) * OPENED);
+            shares = before % OPENED < LEFT ? OWN : ALL;
+        }
+    }
+
+    // Settles which shares to merge; their slots can be read behind a barrier.
+    __device__ __forceinline__ void wait(const WorkList& work, int kv_head) {
+        const long long begin = clock64();
+        while (shares == NOT_YET) {
+            const uint32_t found = ld_acquire(ticket(work, kv_head));
+            if (found / OPENED != opened) {
+                shares = OWN;
+            } else if (clock64() - begin > PATIENCE && found % LEFT < item.num_items) {
+                // Leaves, unless the last item arrives first: then the gate is about to open.
+                const uint32_t left = atomicCAS(
+                    reinterpret_cast<uint32_t*>(ticket(work, kv_head)), found, found + LEFT);
+                shares = left == found ? NONE : NOT_YET;
+            }
+        }
+    }
+};
+
+// Merges shares of a tile whose slots are written: the i-th of num_items shares is an equal run of
+// vectors of four sums. THREADS threads with their own barrier `sync`.
+//
+// What counts is how often they wait for the L2: sums are on their way while their weights are
+// worked out, and where there are more threads than vectors, they take turns with a vector's items.
+template <int ROWS, int THREADS, typename Sync>
+struct LatentMerge {
+    static constexpr int VECS = HEAD_DIM_CKV / 4;                // of a row
+    static constexpr int STATES = MAX_LATENT_ITEMS / WARP_SIZE;  // of a row that a lane weighs
+
+    struct Scratch {
+        float4 sums[THREADS];
+        float weights[ROWS + 2 * MAX_LATENT_ITEMS];  // of the rows of a share, for each item
+    };
+
+    const LatentParams& p;
+    const Item& item;
+    int block;
+    int thread_idx;
+    Scratch& scratch;  // in shared memory
+    Sync sync;
+
+    __device__ __forceinline__ void merge(Gate::Shares shares) const {
+        const int32_t n = shares == Gate::ALL ? item.num_items : shares == Gate::OWN;
+        for (int32_t i = 0; i < n; ++i) {
+            const int32_t share = shares == Gate::ALL ? i : item.item_idx;
+            const int32_t total = item.num_rows * VECS;
+            const int32_t begin = total * share / item.num_items;
+            const int32_t end = total * (share + 1) / item.num_items;
+            if (end - begin > THREADS) {
+                merge_many<4, 4>(begin, end);
+            } else if (end > begin) {
+                merge_few<16>(begin, end);
+            }
+        }
+    }
+
+    // Vectors [begin, end), NUM by a thread at a time, IN_FLIGHT items of each.
+    template <int NUM, int IN_FLIGHT>
+    __device__ __forceinline__ void merge_many(int32_t begin, int32_t end) const {
+        bool weighed = false;
+        int32_t base = begin + thread_idx;
+        do {
+            float sums[NUM][4] = {};
+            int32_t first = 0;
+            do {
+                float4 x[IN_FLIGHT][NUM];
+                load(x, base, end, first, 1);
+                if (!weighed) {
+                    weigh(begin, end);
+                    sync();  // weights are there
+                    weighed = true;
+                }
+                add_up(sums, x, base, begin, end, first, 1);
+                first += IN_FLIGHT;
+            } while (first < item.num_items);
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                store(sums[i], base + i * THREADS, end);
+            }
+            base += NUM * THREADS;
+        } while (base < end);
+        sync();  // weights have been read
+    }
+
+    // No more vectors than threads.
+    template <int IN_FLIGHT>
+    __device__ __forceinline__ void merge_few(int32_t begin, int32_t end) const {
+        const int32_t width = end - begin;
+        const int32_t turns = min(THREADS / width, int32_t{item.num_items});
+        const int32_t turn = thread_idx / width;
+        // Threads without a turn load and weigh nothing.
+        const int32_t vec = turn < turns ? begin + thread_idx - turn * width : end;
+        float sums[1][4] = {};
+        int32_t first = turn;
+        bool weighed = false;
+        do {
+            float4 x[IN_FLIGHT][1];
+            load(x, vec, end, first, turns);
+            if (!weighed) {
+                weigh(begin, end);
+                sync();  // weights are there
+                weighed = true;
+            }
+            add_up(sums, x, vec, begin, end, first, turns);
+            first += IN_FLIGHT * turns;
+        } while (first < item.num_items);
+        scratch.sums[thread_idx] = make_float4(sums[0][0], sums[0][1], sums[0][2], sums[0][3]);
+        sync();  // sums of all turns are there
+        if (thread_idx < width) {
+            for (int32_t i = 1; i < turns; ++i) {
+                const float4 other = scratch.sums[thread_idx + i * width];
+                sums[0][0] += other.x, sums[0][1] += other.y;
+                sums[0][2] += other.z, sums[0][3] += other.w;
+            }
+            store(sums[0], begin + thread_idx, end);
+        }
+        sync();  // weights and sums have been read
+    }
+
+    // Starts loading vectors base + i * THREADS of items first + k * stride, as far as they exist.
+    template <int IN_FLIGHT, int NUM>
+    __device__ __forceinline__ void load(
+        float4 (&x)[IN_FLIGHT][NUM], int32_t base, int32_t end, int32_t first, int32_t stride)
+        const {
+        const float* of_first = p.work.sums + slot_row(0) * HEAD_DIM_CKV;
+        const float* of_second = p.work.sums + slot_row(1) * HEAD_DIM_CKV;
+        const int32_t slot = p.work.num_kv_heads * (ROWS * HEAD_DIM_CKV);
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; ++k) {
+            const int32_t item_idx = first + k * stride;
+            // The slots of all items but the first are neighbours.
+            const float* from = item_idx == 0 ? of_first : of_second + int64_t{item_idx - 1} * slot;
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                const int32_t vec = base + i * THREADS;
+                x[k][i] = float4{};
+                if (vec < end && item_idx < item.num_items) {
+                    x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + vec * 4));
+                }
+            }
+        }
+    }
+
+    // Adds them up with their weights.
+    template <int IN_FLIGHT, int NUM>
+    __device__ __forceinline__ void add_up(
+        float (&sums)[NUM][4],
+        const float4 (&x)[IN_FLIGHT][NUM],
+        int32_t base,
+        int32_t begin,
+        int32_t end,
+        int32_t first,
+        int32_t stride) const {
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) {
+            const int32_t row = min(base + i * THREADS, end - 1) / VECS - begin / VECS;
+            const float* weights = scratch.weights + row * item.num_items;
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+                const float w = weights[min(first + k * stride, item.num_items - 1)];
+                sums[i][0] = fmaf(w, x[k][i].x, sums[i][0]);
+                sums[i][1] = fmaf(w, x[k][i].y, sums[i][1]);
+                sums[i][2] = fmaf(w, x[k][i].z, sums[i][2]);
+                sums[i][3] = fmaf(w, x[k][i].w, sums[i][3]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const float (&sums)[4], int32_t vec, int32_t end) const {
+        if (vec < end) {
+            LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
+                visit(sums, vec % VECS * 4);
+            });
+        }
+    }
+
+    // Row 0 of the i-th item, among all rows of all slots.
+    __device__ __forceinline__ int64_t slot_row(int32_t i) const {
+        return Slots<ROWS, HEAD_DIM_CKV>{p.work, item, block}.slot_row(i, 0);
+    }
+
+    // Weights of all items for each row of [begin, end), and the lse of rows that begin there.
+    // A row belongs to `width` neighbouring lanes.
+    __device__ __forceinline__ void weigh(int32_t begin, int32_t end) const {
+        int width = 2;
+        while (width < item.num_items && width < WARP_SIZE) {
+            width *= 2;
+        }
+        const int lane_idx = thread_idx % width;
+        const int first_row = begin / VECS, end_row = (end + VECS - 1) / VECS;
+        for (int base = first_row; base < end_row; base += THREADS / width) {
+            const int row = min(base + thread_idx / width, end_row - 1);
+            float2 md[STATES];
+            float m = NO_KEY;
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                const int i = lane_idx + k * width;
+                md[k] = make_float2(NO_KEY, 0.0f);
+                if (i < item.num_items) {
+                    const float* from = p.work.states + (slot_row(i) + row) * 2;
+                    md[k] = __ldcg(reinterpret_cast<const float2*>(from));
+                }
+                m = fmaxf(m, md[k].x);
+            }
+            for (int distance = width / 2; distance > 0; distance /= 2) {
+                m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, distance));
+            }
+            const float base_m = m > NO_KEY ? m : 0.0f;
+            float d = 0.0f;
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                md[k].x = ex2(md[k].x - base_m);
+                d = fmaf(md[k].x, md[k].y, d);
+            }
+            for (int distance = width / 2; distance > 0; distance /= 2) {
+                d += __shfl_xor_sync(0xffffffffu, d, distance);
+            }
+            const float factor = LatentRow::factor(p, d);
+#pragma unroll
+            for (int k = 0; k < STATES; ++k) {
+                const int i = lane_idx + k * width;
+                if (i < item.num_items) {
+                    scratch.weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
+                }
+            }
+            if (lane_idx == 0 && row * VECS >= begin) {
+                LatentRow(p, item, block, row).store_lse(m, d);
+            }
+        }
+    }
+};
+
+}  // namespace cukv
