@@ -37,18 +37,20 @@ __global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
             prefetch_tensormap(p.kpe_map);
         }
     }
-    prefetch_first_rows<KV, KV, 2 * LATENT_TOKENS, NUM_CONSUMERS + NUM_PRODUCERS>(p, part);
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
     __syncthreads();  // barriers are there
     // From one lane, so that the compiler knows: a warp takes one branch.
     const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
     if (warp_idx < NUM_CONSUMERS / WARP_SIZE) {
         setmaxnreg_inc<224>();
+        // By those who have nothing to do yet.
+        prefetch_first_rows<KV, KV, 2 * LATENT_TOKENS, NUM_CONSUMERS>(p, part);
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
         LatentConsumer<KV> consumer(p, smem, warp_idx);
         consumer.run(block, part);
     } else {
         setmaxnreg_dec<56>();
+        griddepcontrol_wait();
         LatentProducer<KV, MAPPED> producer(p, smem, warp_idx - NUM_CONSUMERS / WARP_SIZE);
         producer.run(block, part);
     }

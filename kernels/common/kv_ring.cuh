@@ -148,27 +148,35 @@ struct KvRing {
     };
 };
 
-// Starts bringing rows of the first TOKENS tokens of an item into the L2, by THREADS threads. For a
-// launch that still waits for others, so that item and page ids may be those of an earlier plan or
-// anything else: every index is checked, nothing but the L2 learns of them, and they are read past
-// the L1, which would keep them.
+// Finds where a token of an item is, for a launch that still waits for others, so that item and
+// page ids may be those of an earlier plan or anything else: every index but the page id is checked,
+// nothing but the L2 may learn of them, and they are read past the L1, which would keep them.
+__device__ __forceinline__ bool find_early(
+    const PageTable& table, const Item& item, int64_t token, Slot& slot) {
+    if (token < 0 || token >= item.end_token) {
+        return false;
+    }
+    const int64_t page_idx = table.page_divisor.quotient(static_cast<uint32_t>(token));
+    const int64_t idx = item.first_page + page_idx;
+    if (idx < 0 || idx >= table.indices.size) {
+        return false;
+    }
+    slot.page = table.indices.entry_past_l1(idx).value(table.indices);
+    slot.entry = token - page_idx * table.page_size;
+    return true;
+}
+
+// Starts bringing rows of the first TOKENS tokens of an item into the L2, by THREADS threads, while
+// the launch still waits for others.
 template <int ROW_BYTES, int TOKENS, int THREADS>
 __device__ __forceinline__ void prefetch_rows(
     const PageTable& table, const Item& item, const Pages& cache, int kv_head, int num_bytes) {
     constexpr int LINE = 128, LINES = ROW_BYTES / LINE;  // bytes; of a row
     for (int i = threadIdx.x; i < TOKENS * LINES; i += THREADS) {
-        const int64_t token = int64_t{item.first_token} + i / LINES;
-        if (token < 0 || token >= item.end_token) {
+        Slot slot;
+        if (!find_early(table, item, int64_t{item.first_token} + i / LINES, slot)) {
             return;
         }
-        const int64_t page_idx = table.page_divisor.quotient(static_cast<uint32_t>(token));
-        const int64_t idx = item.first_page + page_idx;
-        if (idx < 0 || idx >= table.indices.size) {
-            return;
-        }
-        const Slot slot = {
-            table.indices.entry_past_l1(idx).value(table.indices),
-            token - page_idx * table.page_size};
         const int byte = i % LINES * LINE;
         if (cache.has(slot.page) && byte < num_bytes) {
             prefetch_l2(cache.row(slot, kv_head) + byte);

@@ -40,14 +40,27 @@ struct LatentParams {
 // threads, before earlier launches have ended.
 template <typename CKV, typename KPE, int TOKENS, int THREADS>
 __device__ __forceinline__ void prefetch_first_rows(const LatentParams& p, int part) {
-    constexpr int CKV_BYTES = HEAD_DIM_CKV * sizeof(CKV), KPE_BYTES = HEAD_DIM_KPE * sizeof(KPE);
+    constexpr int LINE = 128;  // bytes
+    constexpr int CKV_LINES = HEAD_DIM_CKV * sizeof(CKV) / LINE;
+    constexpr int SHARERS = THREADS / TOKENS;  // threads of a row
+    static_assert(SHARERS > 0 && HEAD_DIM_KPE * sizeof(KPE) <= LINE, "a row of kpe is a line");
     if (LAUNCHED_EARLY) {
         if (threadIdx.x < 2) {
             prefetch_l2((threadIdx.x == 0 ? p.work.part_begin : p.work.part_end) + part);
         }
         const Item item = load_item_past_l1(p.work.first_items + part);
-        prefetch_rows<CKV_BYTES, TOKENS, THREADS>(p.table, item, p.ckv, 0, CKV_BYTES);
-        prefetch_rows<128, TOKENS, THREADS>(p.table, item, p.kpe, 0, KPE_BYTES);
+        const int token = threadIdx.x / SHARERS;
+        Slot slot;
+        if (token < TOKENS && find_early(p.table, item, int64_t{item.first_token} + token, slot) &&
+            p.ckv.has(slot.page) && p.kpe.has(slot.page)) {
+#pragma unroll
+            for (int line = threadIdx.x % SHARERS; line < CKV_LINES; line += SHARERS) {
+                prefetch_l2(p.ckv.row(slot, 0) + line * LINE);
+            }
+            if (threadIdx.x % SHARERS == 0) {
+                prefetch_l2(p.kpe.row(slot, 0));
+            }
+        }
     }
 }
 
