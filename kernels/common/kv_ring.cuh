@@ -149,8 +149,9 @@ struct KvRing {
 };
 
 // Finds where a token of an item is, for a launch that still waits for others, so that item and
-// page ids may be those of an earlier plan or anything else: every index but the page id is checked,
-// nothing but the L2 may learn of them, and they are read past the L1, which would keep them.
+// page ids may be those of an earlier plan or anything else: every index but the page id is
+// checked, nothing but the L2 may learn of them, and they are read past the L1, which would keep
+// them.
 __device__ __forceinline__ bool find_early(
     const PageTable& table, const Item& item, int64_t token, Slot& slot) {
     if (token < 0 || token >= item.end_token) {
