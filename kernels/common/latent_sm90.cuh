@@ -58,8 +58,9 @@ struct LatentSmem {
     }
 };
 
-// By the first lane of a warp for all of it.
+// By the first lane of a warp, behind what all of its lanes have read and written.
 __device__ __forceinline__ void arrive(uint64_t& barrier) {
+    __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) {
         mbarrier_arrive(barrier);
     }
@@ -127,7 +128,6 @@ struct LatentProducer {
     // What this warp has copied can be read.
     __device__ __forceinline__ void publish(uint64_t& barrier) {
         fence_proxy_async();
-        __syncwarp();  // all lanes' copies are there
         arrive(barrier);
     }
 

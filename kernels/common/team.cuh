@@ -149,9 +149,7 @@ struct Team {
         if constexpr (LAGS) {
             state.weigh_by_old_maximum(scale);
         } else {
-            if (lane_idx == 0) {
-                mbarrier_arrive(smem.k_empty[k.stage]);
-            }
+            release_keys();
             weigh<MASKED>();
         }
         // The compiler moves the wait up to the maximum, unless what comes before it needs the
@@ -165,16 +163,16 @@ struct Team {
         }
         if constexpr (LAGS) {
             state.catch_up(scale, [&](float (&s)[TOKENS / 8][4]) { rescore(s); });
-            if (lane_idx == 0) {
-                mbarrier_arrive(smem.k_empty[k.stage]);
-            }
+            release_keys();
         }
         k.next();
         v.next();
         // Asked early, needed by the next step.
         k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
         v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
-        look_up();
+        if (k_here) {
+            look_up();
+        }
         state.pack();
     }
 
@@ -269,6 +267,14 @@ struct Team {
         sight.look_up(smem, k.stage);
     }
 
+    // Behind what all lanes have looked up with the keys.
+    __device__ __forceinline__ void release_keys() {
+        __syncwarp();
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.k_empty[k.stage]);
+        }
+    }
+
     // Before a step: whether its keys are here, and whether some row does not see all of them.
     __device__ __forceinline__ bool masked() {
         if (!k_here) {
@@ -288,9 +294,7 @@ struct Team {
         multiply_keys();
         wgmma_wait_group<0>();
         hold(state.s);
-        if (lane_idx == 0) {
-            mbarrier_arrive(smem.k_empty[k.stage]);
-        }
+        release_keys();
         k.next();
         state.rows = RowStates{};
         starts = true;
