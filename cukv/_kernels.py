@@ -461,13 +461,14 @@ class Kernel:
             launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
 
     def _repeat(self, grid: int, cta: int, smem_bytes: int, params: bytes, stream: int) -> None:
-        """Make a launch that was recorded; its device is the current one."""
+        """Make a launch that was recorded; its device is the current one.
+
+        Never early: XLA captures what is repeated and updates its graphs, and CUDA updates none
+        that has early launches.
+        """
         memory, address = self._staging.memory_and_address
         ctypes.memmove(memory, params, len(params))
-        if self._early:
-            launch_early(self._function, grid, cta, smem_bytes, stream)
-        else:
-            launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
+        launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
 
 
 _loaded: dict[tuple[Any, ...], Kernel] = {}
