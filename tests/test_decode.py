@@ -146,8 +146,7 @@ def test_a_page_may_hold_as_many_tokens_as_heads(xp, layout, rng):
 
 # Head dims: each class of the kernel, its edges, dims that fill no vector of 16 bytes in fp8, and
 # K and V that differ either way, up to the ends of the range.
-HEAD_DIMS = [8, 16, 40, 64, 72, 80, 96, 112, 128, 136, 192, 248, 256]
-HEAD_DIMS = [(d, d) for d in HEAD_DIMS]
+HEAD_DIMS = [(d, d) for d in (8, 16, 40, 64, 72, 80, 96, 112, 128, 136, 192, 248, 256)]
 HEAD_DIMS += [(192, 128), (128, 192), (64, 128), (128, 64), (40, 8), (8, 256), (256, 8)]
 DIM_DTYPES = [
     (dims, dtype)
@@ -167,8 +166,11 @@ def test_decode_takes_any_head_dims(xp, dims, dtype, rng):
 
 # Every geometry of the kernel: dims up to 64, 128, 192/128 and 256; 8, 16 and 32 packed rows; fewer
 # requests than twice the SMs and more.
-GEOMETRIES = [(64, 64), (128, 128), (192, 128), (256, 256)]
-GEOMETRIES = [(dims, dtype) for dims in GEOMETRIES for dtype in ("float16", "bfloat16", E4M3, E5M2)]
+GEOMETRIES = [
+    (dims, dtype)
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
+    for dtype in ("float16", "bfloat16", E4M3, E5M2)
+]
 
 
 @pytest.mark.parametrize("batch_size", [4, 140])

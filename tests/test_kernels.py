@@ -23,6 +23,7 @@ from cukv._specialisations import (
     prefill_tiles,
     runs_on,
     sm90_tiles,
+    specialisations,
 )
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
@@ -30,7 +31,7 @@ ARCHS = ("sm_80", "sm_90a", "sm_100a")
 # once in each program: ten is where both are small. Threads compile side by side.
 BATCH = 10
 
-NAMES = sorted({*_kernels.specialisations(), *(p.stem for p in _kernels.ROOT.glob("*.cu"))})
+NAMES = sorted({*specialisations(), *(p.stem for p in _kernels.ROOT.glob("*.cu"))})
 FILES = sorted(p for p in _kernels.ROOT.rglob("*") if p.suffix in {".cu", ".cuh"})
 
 
@@ -89,7 +90,7 @@ def compile_and_check(name, arch, table):
     ("name", "arch"), [(name, arch) for name in NAMES for arch in ARCHS if runs_on(name, arch)]
 )
 def test_every_specialisation_compiles_without_stack_or_spills(name, arch):
-    compile_and_check(name, arch, _kernels.specialisations()[name])
+    compile_and_check(name, arch, specialisations()[name])
 
 
 def test_every_kernel_is_compiled_for_some_architecture():
@@ -247,7 +248,7 @@ def test_file_global_function_and_table_share_one_name(name):
     found = re.findall(rf"__global__\s+void(?:\s+{bounds})?\s+(\w+)\(", code)
     assert found == [name]
     assert code.count("__global__") == 1
-    assert name in _kernels.specialisations()
+    assert name in specialisations()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -256,10 +257,10 @@ def test_a_kernel_checks_the_size_of_its_parameters_and_its_template_is_the_tabl
     struct_name = "".join(word.capitalize() for word in name.split("_")) + "Params"
     assert re.search(rf"static_assert\( ?sizeof\({struct_name}\) == PARAMS_BYTES,", code)
     declared = _kernels._template_names(name)
-    for template_args in _kernels.specialisations()[name]:
+    for template_args in specialisations()[name]:
         assert sorted(template_args) == sorted(declared)
-    unique = {str(sorted(map(str, s.items()))) for s in _kernels.specialisations()[name]}
-    assert len(unique) == len(_kernels.specialisations()[name])
+    unique = {str(sorted(map(str, s.items()))) for s in specialisations()[name]}
+    assert len(unique) == len(specialisations()[name])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(_kernels.ROOT).as_posix())

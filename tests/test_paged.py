@@ -92,7 +92,7 @@ def test_append_writes_its_rows_and_nothing_else(xp, case, way, rng):
 
 
 # One element, odd and even dims that no vector divides, MLA's widths, many heads; two head dims.
-DIMS = [
+DIMS: list[tuple[int, ...]] = [
     (1, 1),
     (3, 1),
     (2, 20),

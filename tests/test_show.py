@@ -1,5 +1,6 @@
 """Pictures of layouts: what they draw and say, that they are small, and what they read."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -359,7 +360,7 @@ NOTHING = {
     ),
 }
 DRAWN = {
-    **{f"zeros, {name}": (lambda make=make: make(host_array)) for name, make in NOUNS.items()},
+    **{f"zeros, {name}": functools.partial(make, host_array) for name, make in NOUNS.items()},
     **{f"empty, {name}": make for name, make in NOTHING.items()},
     "table": example_table,
     "levels": three_levels,

@@ -4,16 +4,19 @@
 in NumPy, at small sizes and without timing: what can be tested where there is no GPU.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 from gpu_record import digest, machine
 from inputs import HOME
-from timing import CLOCK, Measure, measure_ceilings
+from timing import CLOCK, Ceilings, Measure, measure_ceilings
 
 from cukv._arrays import is_available
 
 REHEARSAL = "none: rehearsed in NumPy, nothing was timed"
-ROWS, CEILINGS = pytest.StashKey(), pytest.StashKey()
+ROWS = pytest.StashKey[list[tuple[str, float, dict[str, Any]]]]()
+CEILINGS = pytest.StashKey[Ceilings]()
 _COLUMNS = {"gbs": "GB/s", "of_copy": "of copy", "tflops": "TFLOP/s", "of_matmul": "of matmul"}
 
 

@@ -7,7 +7,7 @@ where they lay and XLA's graph need not be changed.
 
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -29,7 +29,7 @@ STEPS = 20  # of a round
 class Loop(NamedTuple):
     """What both take: JAX arrays and nouns of them."""
 
-    caches: list
+    caches: list[Any]
     q: object  # [batch_size, num_qo_heads, head_dim]
     rows: object  # [batch_size, num_kv_heads, head_dim], of k and of v
     table: cukv.PageTable

@@ -302,7 +302,8 @@ def append(shape: Shape) -> Work:
     indptr = offsets([shape.qo_len] * shape.batch_size)
 
     def write(i: int) -> None:
-        each[i].append(*rows[i], table, indptr=indptr)
+        k, v = rows[i]
+        each[i].append(k, v, table, indptr=indptr)
 
     def check(_: None) -> None:
         _check_appended(shape, table, rows[-1], stores(each[-1]), each[-1].dtype)
@@ -326,7 +327,8 @@ def append_mla(shape: Shape) -> Work:
     indptr = offsets([shape.qo_len] * shape.batch_size)
 
     def write(i: int) -> None:
-        each[i].append(*rows[i], table, indptr=indptr)
+        ckv, kpe = rows[i]
+        each[i].append(ckv, kpe, table, indptr=indptr)
 
     def check(_: None) -> None:
         stored = (each[-1].ckv, each[-1].kpe)
