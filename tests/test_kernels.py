@@ -412,7 +412,9 @@ def test_fields_of_a_base_come_first_and_bytes_where_they_are_aligned(kernel_sou
 def test_a_field_that_the_host_cannot_pack_raises(field, kernel_sources):
     text = STRUCTS.replace("    float last;\n", f"    float last;\n    {field}\n") % ""
     (kernel_sources / "probe.cu").write_text(text)
-    with pytest.raises(ValueError, match=r"one plain field per line|no struct (Missing|double)"):
+    with pytest.raises(
+        ValueError, match=r"one plain field per line|no struct (half|Missing|double)"
+    ):
         _kernels.struct_layout("ProbeParams", "probe")
 
 
