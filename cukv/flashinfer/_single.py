@@ -57,8 +57,43 @@ def single_prefill_with_kv_cache(
     op = "single_prefill_with_kv_cache"
     refuse(op, use_fp16_qk_reduction=use_fp16_qk_reduction, kv_cache_sf=kv_cache_sf)
     refuse(op, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)  # those of each head
-    refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
     check_backend(op, backend)
+    return attend_alone(
+        op,
+        q,
+        k,
+        v,
+        kv_layout=kv_layout,
+        positions=(pos_encoding_mode, rope_scale, rope_theta),
+        o_dtype=o_dtype,
+        custom_mask=custom_mask,
+        packed_custom_mask=packed_custom_mask,
+        scales=(q_scale, k_scale, v_scale),
+        return_lse=return_lse,
+        causal=causal,
+        sm_scale=sm_scale,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+    )
+
+
+def attend_alone(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    kv_layout: str,
+    positions: tuple[str, float | None, float | None],
+    scales: tuple[Any, Any, Any],
+    return_lse: bool,
+    o_dtype: Any = None,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
+    **options: Any,
+) -> Any:
+    """Attend for ``op`` from the rows of one request; ``options`` are those of ``prefill``."""
+    refuse_positions(op, *positions)
     check_layout(op, kv_layout)
     with working_for(q):
         rows = data(op, "q", q)
@@ -74,21 +109,17 @@ def single_prefill_with_kv_cache(
         elif custom_mask is not None:
             mask = RaggedMask(data(op, "custom_mask", custom_mask).reshape(-1), *lens)
         kv = (RaggedTensor(x, lens[1], kv_layout) for x in (keys, values))
-        out = None
         if o_dtype is not None:
-            out = new_output(op, rows, values.shape[2], dtype_of(op, "o_dtype", o_dtype))
+            options["out"] = new_output(op, rows, values.shape[2], dtype_of(op, "o_dtype", o_dtype))
+        q_scale, k_scale, v_scale = map(scale_or_one, scales)
         o, lse = RaggedTensor(rows, lens[0]).prefill(
             *kv,
-            causal=causal,
             custom_mask=mask,
-            sm_scale=sm_scale,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            q_scale=scale_or_one(q_scale),
-            k_scale=scale_or_one(k_scale),
-            v_scale=scale_or_one(v_scale),
-            out=out,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             return_lse=True,
+            **options,
         )
         return give_back(q, o, lse) if return_lse else give_back(q, o)
 

@@ -15,9 +15,9 @@ from cukv.flashinfer._caller import (
     refuse_positions,
     working_for,
 )
+from cukv.flashinfer._single import attend_alone
 from cukv.flashinfer._wrapper import Options, Wrapper
 from cukv.flashinfer.page import paged_cache
-from cukv.flashinfer.prefill import single_prefill_with_kv_cache
 from cukv.page_table import PageTable
 from cukv.ragged import RaggedTensor
 
@@ -52,25 +52,21 @@ def single_decode_with_kv_cache(
     ``use_tensor_cores`` changes nothing: shapes choose the kernel. Makes its own plan, so it cannot
     be captured into a graph.
     """
+    op = "single_decode_with_kv_cache"
     if q.ndim != 2:
-        raise ValueError(
-            f"single_decode_with_kv_cache: q must be [num_qo_heads, head_dim], got {list(q.shape)}"
-        )
-    found = single_prefill_with_kv_cache(
+        raise ValueError(f"{op}: q must be [num_qo_heads, head_dim], got {list(q.shape)}")
+    found = attend_alone(
+        op,
         q[None],
         k,
         v,
         kv_layout=kv_layout,
-        pos_encoding_mode=pos_encoding_mode,
+        positions=(pos_encoding_mode, rope_scale, rope_theta),
+        scales=(q_scale, k_scale, v_scale),
+        return_lse=return_lse,
         sm_scale=sm_scale,
         window_left=window_left,
         logits_soft_cap=logits_soft_cap,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        return_lse=return_lse,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
     )
     return (found[0][0], found[1][0]) if return_lse else found[0]
 
