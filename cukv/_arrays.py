@@ -44,8 +44,8 @@ class CudaUnavailableError(RuntimeError):
 
     def __init__(self, op: str) -> None:
         super().__init__(
-            f"{op}: needs an NVIDIA GPU and its driver, and none was found; on NumPy arrays "
-            "(xp=numpy, .to_host()) the same call runs the definition in cukv.reference"
+            f"{op}: needs an NVIDIA GPU and its driver, and none was found; what works on NumPy "
+            "arrays (xp=numpy, .to_host()) needs none: it runs the definitions in cukv.reference"
         )
 
 

@@ -16,7 +16,7 @@ def match(
 ) -> None:
     """Bind each dimension name of ``pattern`` to the array's size, or raise.
 
-    A name bound before must have the same size again.
+    A name bound before must have the same size again; digits are a size by themselves.
     """
     shape = array.shape
     if len(shape) == len(pattern):
@@ -27,7 +27,10 @@ def match(
         else:
             dims.update(zip(pattern, shape, strict=True))
             return
-    want = ", ".join(dim if (size := dims.get(dim)) is None else f"{dim}={size}" for dim in pattern)
+    want = ", ".join(
+        dim if dim.isdigit() or (size := dims.get(dim)) is None else f"{dim}={size}"
+        for dim in pattern
+    )
     raise ValueError(f"{op}: {name} must be [{want}], got {list(shape)}")
 
 
@@ -75,6 +78,12 @@ def whole_number(op: str, name: str, x: Any, low: int) -> int:
     if number < low:
         raise ValueError(f"{op}: {name} must be {low} or more, got {x}")
     return number
+
+
+def check_sizes(op: str, **sizes: Any) -> None:
+    """Raise unless every size of a new cache is an integer of 0 or more; a page holds a token."""
+    for name, size in sizes.items():
+        whole_number(op, name, size, 1 if name == "page_size" else 0)
 
 
 def match_rows(op: str, name: str, array: Array) -> None:

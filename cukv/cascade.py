@@ -170,6 +170,8 @@ class CascadeLevels(Noun):
             Wrong home, dtype, shape or value.
         """
         op = "CascadeLevels.from_prefixes"
+        if not isinstance(table, PageTable):
+            raise TypeError(f"{op}: table must be a PageTable, got {type(table)}")
         if bytes_per_token <= 0 or (min_saved_bytes is not None and min_saved_bytes < 0):
             raise ValueError(
                 f"{op}: min_saved_bytes must be 0 or more and bytes_per_token more than 0, "

@@ -11,7 +11,7 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import check_options, require_plan, run_on_host
-from cukv._check import check_indptr, match, values
+from cukv._check import check_indptr, check_sizes, match, values
 from cukv._latent_attention import (
     LatentAttention,
     LatentCall,
@@ -125,12 +125,21 @@ class MLAPagedCache(CacheNoun):
 
         Raises
         ------
+        TypeError, ValueError
+            Not a dtype or size that there is.
         CudaUnavailableError
             ``xp`` is ``cupy`` and there is no GPU.
         """
         op = "MLAPagedCache.empty"
         kind = as_dtype(op, "dtype", dtype)
         kpe_kind = kind if kpe_dtype is None else as_dtype(op, "kpe_dtype", kpe_dtype)
+        check_sizes(
+            op,
+            max_num_pages=max_num_pages,
+            page_size=page_size,
+            head_dim_ckv=head_dim_ckv,
+            head_dim_kpe=head_dim_kpe,
+        )
         pages = (max_num_pages, page_size)
         if kpe_kind == kind:
             return cls(empty(op, (*pages, head_dim_ckv + head_dim_kpe), kind, xp), head_dim_kpe)

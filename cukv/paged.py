@@ -19,7 +19,7 @@ from cukv._attention import (
     require_plan,
     run_on_host,
 )
-from cukv._check import check_indptr, match, match_dtype
+from cukv._check import check_indptr, check_sizes, match, match_dtype
 from cukv._noun import CacheNoun
 from cukv._paged_attention import PagedAttention
 from cukv._pages import PagePair, as_storage, as_storage_pair
@@ -137,13 +137,23 @@ class PagedKVCache(CacheNoun):
 
         Raises
         ------
+        TypeError, ValueError
+            Not a dtype, layout or size that there is.
         CudaUnavailableError
             ``xp`` is ``cupy`` and there is no GPU.
         """
         op = "PagedKVCache.empty"
         check_layout(op, layout)
-        token = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
         kind = as_dtype(op, "dtype", dtype)
+        check_sizes(
+            op,
+            max_num_pages=max_num_pages,
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
+        )
+        token = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
         if head_dim_vo is None or head_dim_vo == head_dim:
             return cls(empty(op, (max_num_pages, 2, *token, head_dim), kind, xp), layout)
         pair = (empty(op, (max_num_pages, *token, d), kind, xp) for d in (head_dim, head_dim_vo))

@@ -834,6 +834,11 @@ def test_from_prefixes_checks_its_arguments(options, error, message):
         CascadeLevels.from_prefixes(PageTable.from_seq_lens([3, 3], 4, xp=np), **options)
 
 
+def test_from_prefixes_takes_a_page_table():
+    with pytest.raises(TypeError, match="from_prefixes: table must be a PageTable, got <class 'n"):
+        CascadeLevels.from_prefixes(np.zeros(3))
+
+
 def test_from_prefixes_checks_the_values_of_the_table():
     with pytest.raises(ValueError, match="page 1 of request 0 must be 0 or more, got -1"):
         CascadeLevels.from_prefixes(make_table([[1, -1], [1, 2]], [1, 1]))

@@ -538,3 +538,5 @@ def test_empty_allocates_one_array_or_a_pair(xp, dtype):
     assert (pair.head_dim_ckv, pair.head_dim_kpe) == (40, 8)
     with pytest.raises(TypeError, match="empty: kpe_dtype must be one of"):
         MLAPagedCache.empty(3, 16, dtype, kpe_dtype="int8", xp=xp)
+    with pytest.raises(ValueError, match="empty: page_size must be 1 or more, got 0"):
+        MLAPagedCache.empty(3, 0, dtype, xp=xp)

@@ -1825,9 +1825,9 @@ def test_a_cache_names_what_it_refuses(make):
     a = make((3, 16, 2, 64))
     for data, layout, error, message in (
         (make((3, 16, 2, 64)), "NHD", ValueError,
-         r"data must be \[max_num_pages, 2=2, page_size, num_kv_heads, head_dim\], got"),
+         r"data must be \[max_num_pages, 2, page_size, num_kv_heads, head_dim\], got"),
         (make((3, 2, 2, 16)), "HND", ValueError,
-         r"data must be \[max_num_pages, 2=2, num_kv_heads, page_size, head_dim\], got"),
+         r"data must be \[max_num_pages, 2, num_kv_heads, page_size, head_dim\], got"),
         (make((3, 3, 16, 2, 64)), "NHD", ValueError, r"data must be .*got \[3, 3, 16, 2, 64\]"),
         ((a,), "NHD", ValueError, "data must be one array or a pair, got 1"),
         ((a, a, a), "NHD", ValueError, "data must be one array or a pair, got 3"),
@@ -1871,6 +1871,9 @@ def test_empty_names_what_it_refuses():
         ((3, 16, 2, 64, "int8"), {}, TypeError, "dtype must be one of"),
         ((3, 16, 2, 64, "float16", "NDH"), {}, ValueError, "layout must be"),
         ((3, 16, 2, 64, "float16"), {"xp": "numpy"}, TypeError, "xp must be cupy or numpy"),
+        ((-3, 16, 2, 64, "float16"), {}, ValueError, "max_num_pages must be 0 or more, got -3"),
+        ((3, 0, 2, 64, "float16"), {}, ValueError, "page_size must be 1 or more, got 0"),
+        ((3, 16, 2, 64.0, "float16"), {}, TypeError, "head_dim must be an integer, got 64.0"),
     ):
         with pytest.raises(error, match="^PagedKVCache.empty: " + message):
             PagedKVCache.empty(*arguments, **{"xp": np, **options})
