@@ -315,6 +315,17 @@ def test_single_calls_attend_as_defined(layout, rng):
     assert o.dtype == np.float32
 
 
+@pytest.mark.parametrize("verb", ["decode", "prefill"])
+def test_a_single_call_speaks_in_its_own_name(verb):
+    call = getattr(flashinfer, f"single_{verb}_with_kv_cache")
+    q, k = np.zeros((2, 64), np.float16), np.zeros((9, 2, 64), np.float16)
+    q = q if verb == "decode" else q[None]
+    with pytest.raises(TypeError, match=f"^single_{verb}_with_kv_cache: k must be a CuPy"):
+        call(q, None, k)
+    with pytest.raises(ValueError, match=f"^single_{verb}_with_kv_cache: layout must be"):
+        call(q, k, k, kv_layout="NDH")
+
+
 def test_single_masks_are_booleans_or_bits(rng):
     q, k, v = (random_rows(rng, (n, 2, 64), "float16") for n in (5, 9, 9))
     mask = flat_masks(rng, [0, 5], [9]).reshape(5, 9)
