@@ -59,9 +59,9 @@ def run_python(code, **environment):
 IMPORT = """
 import sys, time
 import cupy
-start = time.perf_counter()
+start = time.process_time()  # what it does, not what else the machine does meanwhile
 import cukv
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 print(*(name for name in ("torch", "jax", "flashinfer", "matplotlib") if name in sys.modules))
 """
 
@@ -69,7 +69,7 @@ print(*(name for name in ("torch", "jax", "flashinfer", "matplotlib") if name in
 def test_importing_is_quick_and_brings_no_framework_along():
     printed = [run_python(IMPORT) for _ in range(3)]
     assert all(len(words) == 1 for words in printed), f"imports {printed[0][1:]}"
-    assert min(float(words[0]) for words in printed) < 0.4  # seconds beyond CuPy's own
+    assert min(float(words[0]) for words in printed) < 0.4  # CPU seconds beyond CuPy's own
 
 
 def test_importing_works_where_no_device_is_visible():
