@@ -111,7 +111,7 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
         raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {kind}{of_jax}")
     if x.__dlpack_device__()[0] not in _CUDA_DEVICES:
         raise TypeError(
-            f"{op}: {name} is a {type(x).__name__} in CPU memory; pass numpy.from_dlpack({name}) "
+            f"{op}: {name} is in CPU memory ({type(x).__name__}); pass numpy.from_dlpack({name}) "
             f"to work on it in NumPy, or move it to the GPU{of_jax}"
         )
     return _from_dlpack(x)[0]

@@ -113,7 +113,7 @@ def match_writable(op: str, name: str, array: Array) -> None:
 
 def values(array: Array) -> np.ndarray[Any, Any]:
     """Read an index array on the host, as int64. Synchronises if it is on a GPU."""
-    host = array if isinstance(array, np.ndarray) else array.get()
+    host = array.get() if hasattr(array, "get") else array  # CuPy's; JAX's are read as they are
     return np.asarray(host, dtype=np.int64)
 
 

@@ -41,8 +41,8 @@ class Noun:
             fields = tuple(vars(self).values())
             if fields and not name.startswith("__") and not _arrays(fields):
                 raise AttributeError(
-                    f"{kind}: over arrays of JAX it has its fields and no more; cukv.jax has what "
-                    "its methods do as functions"
+                    f"{kind}: over arrays of JAX it is its fields; cukv.jax has what its methods "
+                    "do as functions"
                 )
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 

@@ -392,8 +392,8 @@ class PageTable(Noun):
     def _validate_rows(
         self, op: str, rows: np.ndarray, counts: np.ndarray, last: np.ndarray
     ) -> None:
-        if len(rows) != self.batch_size + 1:
-            raise ValueError(f"{op}: indptr must be [{self.batch_size + 1}], got [{len(rows)}]")
+        if len(rows) != len(counts) + 1:
+            raise ValueError(f"{op}: indptr must be [{len(counts) + 1}], got [{len(rows)}]")
         check_indptr(op, "indptr", rows, np.iinfo(np.int64).max, "rows")
         lens = np.where(counts > 0, (counts - 1) * self.page_size + last, 0)
         check_rows_fit(op, rows, lens)

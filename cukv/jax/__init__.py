@@ -3,13 +3,14 @@
 Nouns are pytrees: their arrays are leaves, layouts and sizes are static. ``noun`` makes one over
 JAX arrays or tracers, and ``jax.tree.map(jax.numpy.asarray, a_noun_of_NumPy_arrays)`` turns one
 into the other. Such a noun is a bundle of arrays for the functions here, which take the data first;
-it has no methods of its own.
+of its methods ``validate`` works, outside of ``jit``.
 
 On JAX for a GPU the functions launch cukv's kernels on XLA's stream. They copy nothing, allocate
 nothing that XLA does not know of, and are captured into XLA's command buffers (CUDA graphs), where
 XLA makes one: of five operations in a row or more. Shapes, dtypes and options are checked when a
 function is traced. On JAX for the CPU they run the NumPy definitions, so that a model can be tested
-on a laptop; values are checked too then, when the function runs.
+on a laptop; values are checked too then, and all of it when the function runs: what is raised is
+JAX's own JaxRuntimeError, which ends with cukv's message.
 
 - **In place.** ``append`` gives the cache back. Donate the cache (``donate_argnums``) and its
   memory is the result's. Whatever else holds that memory, as a CuPy, torch or NumPy view of it

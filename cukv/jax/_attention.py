@@ -166,8 +166,8 @@ def decode(
     Raises
     ------
     NotImplementedError, TypeError, ValueError
-        When the call is traced: what ``PagedKVCache.decode`` cannot take; a plan for another call;
-        ``vmap`` and derivatives.
+        When the call is traced: what ``PagedKVCache.decode`` cannot take (on JAX for the CPU when
+        it runs, inside a JaxRuntimeError); a plan for another call; ``vmap`` and derivatives.
     """
     return _attend(
         _Call(
