@@ -364,7 +364,8 @@ class CascadeLevels(Noun):
         NotImplementedError
             What ``PagedKVCache.prefill`` does not take on a GPU.
         TypeError, ValueError
-            Wrong home, dtype, shape or option, or a plan made for another call.
+            Wrong home, dtype, shape or option, or a plan made for another call; on a GPU, no plan
+            for a call that is captured into a graph.
 
         Notes
         -----

@@ -367,10 +367,11 @@ class MLAPagedCache(CacheNoun):
         Raises
         ------
         NotImplementedError
-            On CuPy arrays: head dims other than 512 and 64, dtypes of ckv and kpe that no kernel
-            takes; the message lists what exists.
+            On a GPU: head dims other than 512 and 64, dtypes of ckv and kpe that no kernel takes
+            (the message lists what exists), too little shared memory.
         TypeError, ValueError
-            Wrong home, dtype, shape or option, or a plan made for another call.
+            Wrong home, dtype, shape or option, or a plan made for another call; on a GPU, no plan
+            for a call that is captured into a graph.
 
         Notes
         -----

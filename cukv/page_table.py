@@ -129,9 +129,11 @@ class PageTable(Noun):
 
         Raises
         ------
-        ValueError
-            A negative length or too few pages, where the values are on the host; lengths on the
-            device without ``pages`` or ``num_pages``.
+        TypeError, ValueError
+            Wrong home, dtype or shape; a negative length or too few pages, where the values are on
+            the host; lengths on the device without ``pages`` or ``num_pages``.
+        CudaUnavailableError
+            Sequences alone, ``xp`` is ``cupy`` and there is no GPU.
 
         Notes
         -----
@@ -184,7 +186,8 @@ class PageTable(Noun):
         Raises
         ------
         TypeError, ValueError
-            Wrong dtype or shape; on NumPy also a length that needs more than ``width`` pages.
+            Wrong home, dtype or shape; on NumPy also a length that needs more than ``width`` pages,
+            and a negative page id among those it needs.
 
         Notes
         -----
@@ -233,7 +236,8 @@ class PageTable(Noun):
     def seq_lens(self) -> Array:
         """Tokens of each request, ``[batch_size]``, computed from the present contents.
 
-        In the dtype of ``indptr``. On a GPU one launch. Source: kernels/seq_lens.cu.
+        In the dtype of ``indptr``. On NumPy bad values of the table raise ValueError; on a GPU one
+        launch. Source: kernels/seq_lens.cu.
         """
         return self._derive("seq_lens", self.batch_size, self.indptr.dtype)
 
@@ -241,7 +245,8 @@ class PageTable(Noun):
     def token_indptr(self) -> Array:
         """Prefix sum of ``seq_lens``, ``[batch_size + 1]`` int64: what masks and gather take.
 
-        In tokens, from the present contents. On a GPU one launch. Source: kernels/token_indptr.cu.
+        In tokens, from the present contents. On NumPy bad values of the table raise ValueError; on
+        a GPU one launch. Source: kernels/token_indptr.cu.
         """
         return self._derive("token_indptr", self.batch_size + 1, _INT64)
 

@@ -218,8 +218,9 @@ class PagedKVCache(CacheNoun):
         """Write new K and V rows, in place, into pages that ``table`` already owns. One launch.
 
         Where rows go is found from ``indptr``, from ``batch_indices`` and ``positions``, or, with
-        none of them, is the last token of each request in turn. A RaggedTensor's own indptr is
-        not consulted: pass it as ``indptr``.
+        none of them, is the last token of each request in turn: row ``b`` is request ``b``'s, and
+        rows past the last request are padding. A RaggedTensor's own indptr is not consulted: pass
+        it as ``indptr``.
 
         Parameters
         ----------
@@ -428,7 +429,7 @@ class PagedKVCache(CacheNoun):
         ------
         NotImplementedError
             On a GPU: a float32 cache; a head_dim or head_dim_vo that is not a multiple of 8 up to
-            256.
+            256, or needs more shared memory than this GPU has.
         TypeError, ValueError
             Wrong home, dtype, shape, option, or a plan made for another call; on a GPU, no plan
             for a call that is captured into a graph.

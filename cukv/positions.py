@@ -36,7 +36,8 @@ def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> 
     Raises
     ------
     TypeError, ValueError
-        Wrong home, dtype or shape; on NumPy also a request with more rows than tokens.
+        Wrong home, dtype or shape; on NumPy also a request with more rows than tokens, and more
+        rows than ``nnz``.
 
     Notes
     -----

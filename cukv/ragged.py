@@ -319,7 +319,8 @@ class RaggedTensor(ArrayNoun):
             On a GPU: float32 keys, a head_dim that is no multiple of 8 up to 256, a plan whose
             tiles are too narrow for v (where ``head_dim_vo`` exceeds ``head_dim``).
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask; on a
+            GPU, no plan for a call that is captured into a graph.
 
         Notes
         -----
