@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _pack_table = packer("PageTable")
 _INT32, _INT64 = INDEX_DTYPES
+_ANY = 2**63 - 1  # of indices or rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -252,6 +253,7 @@ class PageTable(Noun):
 
     def _derive(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         if self._home() is np:
+            self._validate_lens(f"PageTable.{name}", _ANY)  # lengths need no ids
             definition = getattr(reference, name)
             found = definition(self.indptr, self.last_page_len, self.page_size)
             return narrow(f"PageTable.{name}", found, dtype)
@@ -371,17 +373,8 @@ class PageTable(Noun):
             Names the request and the value.
         """
         op = "PageTable.validate"
-        pages, indices = values(self.indptr), values(self.indices)
-        check_indptr(op, "indptr", pages, len(indices), "indices")
-        counts, last = np.diff(pages), values(self.last_page_len)
-        bad = np.flatnonzero((counts > 0) & ((last < 1) | (last > self.page_size)))
-        if len(bad):
-            b = int(bad[0])
-            raise ValueError(
-                f"{op}: last_page_len of request {b} must be 1 to page_size={self.page_size}, "
-                f"got {last[b]}"
-            )
-        used = indices[: pages[-1]]
+        pages, counts, last = self._validate_lens(op, len(self.indices))
+        used = values(self.indices)[: pages[-1]]
         high = np.inf if max_num_pages is None else max_num_pages
         bad = np.flatnonzero((used < 0) | (used >= high))
         if len(bad):
@@ -394,12 +387,28 @@ class PageTable(Noun):
         if indptr is not None:
             self._validate_rows(op, values(indptr), counts, last)
 
+    def _validate_lens(
+        self, op: str, num_indices: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Check what lengths are made from: indptr, pages of each request, last_page_len."""
+        pages, last = values(self.indptr), values(self.last_page_len)
+        check_indptr(op, "indptr", pages, num_indices, "indices")
+        counts = np.diff(pages)
+        bad = np.flatnonzero((counts > 0) & ((last < 1) | (last > self.page_size)))
+        if len(bad):
+            b = int(bad[0])
+            raise ValueError(
+                f"{op}: last_page_len of request {b} must be 1 to page_size={self.page_size}, "
+                f"got {last[b]}"
+            )
+        return pages, counts, last
+
     def _validate_rows(
         self, op: str, rows: np.ndarray, counts: np.ndarray, last: np.ndarray
     ) -> None:
         if len(rows) != len(counts) + 1:
             raise ValueError(f"{op}: indptr must be [{len(counts) + 1}], got [{len(rows)}]")
-        check_indptr(op, "indptr", rows, np.iinfo(np.int64).max, "rows")
+        check_indptr(op, "indptr", rows, _ANY, "rows")
         lens = np.where(counts > 0, (counts - 1) * self.page_size + last, 0)
         check_rows_fit(op, rows, lens)
 
