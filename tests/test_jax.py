@@ -406,6 +406,15 @@ def test_derivatives_and_vmap_are_refused_by_name(place, rng):
         jax.vmap(lambda q: cj.decode(q, cache, table))(q[None])
 
 
+def test_attention_names_a_cache_that_is_none(place, rng):
+    _, _, cache, table = made(CASE, rng)
+    q = in_jax(CASE.queries(rng, 4, 16))
+    for function in (cj.decode, cj.prefill):
+        name = function.__name__
+        with pytest.raises(TypeError, match=rf"^cukv.jax.{name}: cache must be a PagedKVCache"):
+            function(cache, q, table)
+
+
 def test_bad_values_raise_on_the_cpu_when_the_function_runs(place, rng):
     _, _, cache, table = made(CASE, rng)
     bad = cj.noun(cukv.PageTable, table.indptr, table.indices, table.last_page_len + 99, 16)

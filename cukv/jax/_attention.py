@@ -17,6 +17,7 @@ from cukv.jax._arguments import Array, like, present, split_scales
 from cukv.jax._nouns import noun
 from cukv.jax._xla import Memory, call, plan_key
 from cukv.mla import MLAPagedCache
+from cukv.paged import PagedKVCache
 from cukv.ragged import RaggedTensor
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from cukv.masks import PackedMask, RaggedMask
     from cukv.page_table import PageTable
-    from cukv.paged import PagedKVCache
 
 # ------------------------------------------------------------------------------------------- plans
 
@@ -178,7 +178,7 @@ def decode(
             invariant=True,
         ),
         q,
-        _value_dim(cache),
+        _value_dim("decode", cache),
         (q, cache, table),
         {},
         present(sinks=sinks),
@@ -221,7 +221,7 @@ def prefill(
             invariant=True,
         ),
         _rows(q),
-        _value_dim(cache),
+        _value_dim("prefill", cache),
         (q, cache, table),
         present(custom_mask=custom_mask),
         present(sinks=sinks),
@@ -343,7 +343,7 @@ def cascade(
             planned={"causal": causal, "window_left": window_left},
         ),
         rows,
-        _value_dim(cache),
+        _value_dim("cascade", cache),
         (rows, cache, levels),
         {},
         present(sinks=sinks),
@@ -433,7 +433,9 @@ def _attend(
     return found if return_lse else found[0]
 
 
-def _value_dim(cache: PagedKVCache) -> int:
+def _value_dim(op: str, cache: PagedKVCache) -> int:
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cukv.jax.{op}: cache must be a PagedKVCache, got {type(cache)}")
     return int((cache.data[1] if isinstance(cache.data, tuple) else cache.data).shape[-1])
 
 
