@@ -21,7 +21,7 @@ from cukv._attention import PagedCall
 from cukv._index import pack_index
 from cukv._kernels import BoundLaunch, kernel, one_per_thread, packer, struct_layout
 from cukv._launches import pack_levels, require_eager
-from cukv._plan import Plan
+from cukv._plan import LONGEST_WINDOW, Plan
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _INT32 = np.dtype(np.int32)
 _AT_ONCE = 8  # levels that a launch takes, in kernels/concat_levels.cu
-_LONGEST_WINDOW = 1 << 30  # no request is longer
 _pack_level = packer("Level", "concat_levels")
 _LEVEL_BYTES = struct_layout("Level", "concat_levels").size
 
@@ -170,7 +169,7 @@ class LevelBatch:
                 num_states=num_states if first == 0 else 0,
                 num_rows=num_rows,
                 num_q_rows=len(call.q),
-                window_left=min(call.window_left, _LONGEST_WINDOW),
+                window_left=min(call.window_left, LONGEST_WINDOW),
                 num_levels=len(levels),
             )
             if self.first_seen is not None:
