@@ -118,13 +118,7 @@ struct StepWalk : StepPlace {
 };
 
 // Geometry of a buffer: rows of keys, and behind them rows of values, both swizzled.
-template <
-    typename KV_,
-    int HEAD_DIM_QK,
-    int HEAD_DIM_VO,
-    int TOKENS_,
-    int STAGES_,
-    int WARPS_>
+template <typename KV_, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, int STAGES_, int WARPS_>
 struct KvRing {
     using KV = KV_;
     static constexpr int TOKENS = TOKENS_, STAGES = STAGES_, WARPS = WARPS_;

@@ -233,7 +233,7 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint
     }
 }
 
-// Rows of a lie along k, and so do rows of b.
+// Rows of a lie along k, rows of b across it.
 template <typename DType>
 __device__ __forceinline__ void wgmma_m64n128k16(
     float (&d)[64], uint64_t a, uint64_t b, bool keep) {
@@ -283,7 +283,7 @@ __device__ __forceinline__ void wgmma_m64n128k16(
     }
 }
 
-// a is in registers, as mma_m16n8k16 has it; rows of b lie along k.
+// a is in registers, as mma_m16n8k16 has it; rows of b lie across k.
 template <typename DType>
 __device__ __forceinline__ void wgmma_m64n128k16(
     float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool keep) {
