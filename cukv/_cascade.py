@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _INT32 = np.dtype(np.int32)
 _AT_ONCE = 8  # levels that a launch takes, in kernels/concat_levels.cu
+_TEAM_ROWS = 64  # of a tile, in kernels/prefill_sm90.cu; there a team without rows looks one up too
 _pack_level = packer("Level", "concat_levels")
 _LEVEL_BYTES = struct_layout("Level", "concat_levels").size
 
@@ -104,7 +105,7 @@ class LevelBatch:
             "indices": sum(t.indices.size for t in tables),
             "last_page_len": sum(t.batch_size + 1 for t in tables),
             "qo_indptr": sum(t.batch_size + 1 for t in tables),
-            "q_rows": num_levels * num_rows,
+            "q_rows": num_levels * num_rows + _TEAM_ROWS,
             "o_rows": 0 if row_order is None else num_rows,
             "first_seen": num_levels * num_rows if window_left >= 0 else 0,
         }
