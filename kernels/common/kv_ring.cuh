@@ -2,8 +2,8 @@
 //
 // The steps of a part are those of its items, one item after the other, TOKENS keys each; an item's
 // last step may have fewer. SHARERS warps copy a step together, TOKENS / SHARERS keys each; the
-// WARPS / SHARERS teams take steps in turn. A KvRing's warps share none. Loads run ahead of the arithmetic, into the next items
-// too, so that the memory is never idle between items.
+// WARPS / SHARERS teams take steps in turn. A KvRing's warps share none. Loads run ahead of the
+// arithmetic, into the next items too, so that the memory is never idle between items.
 // A step's page ids are looked up one step ahead: a lane holds the id of its token's page while it
 // is on its way, and waits for it only when the copies start.
 #pragma once

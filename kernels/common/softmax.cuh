@@ -10,8 +10,8 @@ namespace cukv {
 
 constexpr float NO_KEY = __builtin_bit_cast(float, 0xff800000u);  // maximum of no keys: -inf
 
-// Where maxima are lazy, one rises where a logit is above it by more (in base 2), so that most steps
-// multiply no sums. Weights of up to 2^LAZY are as exact as those up to 1.
+// A lazy maximum rises where a logit is above it by more (in base 2), so that most steps multiply
+// no sums. Weights of up to 2^LAZY are as exact as those up to 1.
 constexpr float LAZY = 8.0f;
 
 // What a thread holds of a head: running maximum, denominator, and VECS vectors of weighted sums.
