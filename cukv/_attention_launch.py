@@ -10,6 +10,7 @@ from cukv._attention import output_dtype
 from cukv._index import pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
 from cukv._launches import pack_query_rows
+from cukv._plan import LONGEST_WINDOW
 from cukv._specialisations import KINDS
 from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
 
@@ -64,7 +65,7 @@ def bind(
         sm_scale=options["sm_scale"],
         logits_soft_cap=options["logits_soft_cap"] or 0.0,
         causal=options["causal"],
-        window_left=min(options["window_left"], 1 << 30),
+        window_left=min(options["window_left"], LONGEST_WINDOW),
     )
     if maps is None:
         return launch()

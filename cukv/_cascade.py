@@ -21,7 +21,7 @@ from cukv._attention import PagedCall
 from cukv._index import pack_index
 from cukv._kernels import BoundLaunch, kernel, one_per_thread, packer, struct_layout
 from cukv._launches import pack_levels, require_eager
-from cukv._plan import Plan
+from cukv._plan import LONGEST_WINDOW, Plan
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _INT32 = np.dtype(np.int32)
 _AT_ONCE = 8  # levels that a launch takes, in kernels/concat_levels.cu
-_LONGEST_WINDOW = 1 << 30  # no request is longer
+_TEAM_ROWS = 64  # of a tile, in kernels/prefill_sm90.cu; there a team without rows looks one up too
 _pack_level = packer("Level", "concat_levels")
 _LEVEL_BYTES = struct_layout("Level", "concat_levels").size
 
@@ -105,7 +105,7 @@ class LevelBatch:
             "indices": sum(t.indices.size for t in tables),
             "last_page_len": sum(t.batch_size + 1 for t in tables),
             "qo_indptr": sum(t.batch_size + 1 for t in tables),
-            "q_rows": num_levels * num_rows,
+            "q_rows": num_levels * num_rows + _TEAM_ROWS,
             "o_rows": 0 if row_order is None else num_rows,
             "first_seen": num_levels * num_rows if window_left >= 0 else 0,
         }
@@ -170,7 +170,7 @@ class LevelBatch:
                 num_states=num_states if first == 0 else 0,
                 num_rows=num_rows,
                 num_q_rows=len(call.q),
-                window_left=min(call.window_left, _LONGEST_WINDOW),
+                window_left=min(call.window_left, LONGEST_WINDOW),
                 num_levels=len(levels),
             )
             if self.first_seen is not None:

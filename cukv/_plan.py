@@ -35,6 +35,7 @@ _pack_mask_source = packer("MaskSource", "mask_tiles")
 _NO_LIST = bytes(struct_layout("TileList").size)
 _NO_MASK = bytes(struct_layout("MaskTiles").size)
 
+LONGEST_WINDOW = 1 << 30  # MAX_TOKENS in kernels/common/tiles.cuh: no request is longer
 _ITEM_BYTES = 48  # sizeof(Item) in kernels/common/work.cuh
 _PLAN_THREADS = 512  # MAX_THREADS in kernels/plan.cu
 _TEAM_THREADS = 2048  # of all requests' teams, if there are fewer requests: each thread sums up all
@@ -241,7 +242,7 @@ class WorkSizes:
     ) -> None:
         self._lists = [_ListSizes(cut, batch, batch_invariant) for cut in cuts]
         max_tiles = max(sizes.max_tiles for sizes in self._lists)
-        window_left = min(window_left, 1 << 30)
+        window_left = min(window_left, LONGEST_WINDOW)
         shared = {"group": pack_divisor(batch.group_size), "num_q_rows": batch.num_rows}
         self._fill_mask: BoundLaunch | None = None
         if mask_kind is not None:

@@ -41,7 +41,7 @@ struct DecodeCta {
 
     static_assert((WARPS & (WARPS - 1)) == 0, "steps are dealt round robin");
 
-    using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, 1>;
+    using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS>;
     // Rows beyond a tile read the same keys again.
     static constexpr bool EVICT_FIRST = ROWS <= 16;
     using Loader = KvLoader<Ring, ALIGNED, EVICT_FIRST, DecodeParams>;

@@ -2,8 +2,8 @@
 //
 // The steps of a part are those of its items, one item after the other, TOKENS keys each; an item's
 // last step may have fewer. SHARERS warps copy a step together, TOKENS / SHARERS keys each; the
-// WARPS / SHARERS teams take steps in turn. Loads run ahead of the arithmetic, into the next items
-// too, so that the memory is never idle between items.
+// WARPS / SHARERS teams take steps in turn. A KvRing's warps share none. Loads run ahead of the
+// arithmetic, into the next items too, so that the memory is never idle between items.
 // A step's page ids are looked up one step ahead: a lane holds the id of its token's page while it
 // is on its way, and waits for it only when the copies start.
 #pragma once
@@ -118,33 +118,25 @@ struct StepWalk : StepPlace {
 };
 
 // Geometry of a buffer: rows of keys, and behind them rows of values, both swizzled.
-template <
-    typename KV_,
-    int HEAD_DIM_QK,
-    int HEAD_DIM_VO,
-    int TOKENS_,
-    int STAGES_,
-    int WARPS_,
-    int SHARERS_>
+template <typename KV_, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, int STAGES_, int WARPS_>
 struct KvRing {
     using KV = KV_;
-    static constexpr int TOKENS = TOKENS_, STAGES = STAGES_, WARPS = WARPS_, SHARERS = SHARERS_;
+    static constexpr int TOKENS = TOKENS_, STAGES = STAGES_, WARPS = WARPS_;
     static constexpr int K_ROW_BYTES = HEAD_DIM_QK * sizeof(KV);
     static constexpr int V_ROW_BYTES = HEAD_DIM_VO * sizeof(KV);
     static constexpr int V_OFFSET = TOKENS * K_ROW_BYTES;  // bytes
     static constexpr int BYTES = V_OFFSET + TOKENS * V_ROW_BYTES;
 
     using Buffers = char[STAGES][BYTES];
-    // Of a buffer: bit t, whether row t is a key. Each warp that shares it writes bits of its own.
+    // Of a buffer: bit t, whether row t is a key.
     using KeyBits = typename UintOf<TOKENS / 8>::type;
     using Keys = KeyBits[STAGES];
-    using OwnBits = typename UintOf<TOKENS / SHARERS / 8>::type;
 
-    // Where the rows begin that a warp copies next. In shared memory, because every lane copies a
+    // Where the rows begin that are copied next. In shared memory, because every lane copies a
     // chunk of many rows, and a look-up there is one instruction.
     struct RowStarts {
-        const char* k[TOKENS / SHARERS];
-        const char* v[TOKENS / SHARERS];
+        const char* k[TOKENS];
+        const char* v[TOKENS];
     };
 };
 
@@ -190,7 +182,7 @@ __device__ __forceinline__ void prefetch_rows(
 // Params: table, work, k_cache, v_cache, head_dim, head_dim_vo.
 template <typename Ring, typename Params>
 __device__ __forceinline__ void prefetch_first_keys(const Params& p, int part, int kv_head) {
-    constexpr int TOKENS = Ring::WARPS / Ring::SHARERS * Ring::STAGES * Ring::TOKENS;
+    constexpr int TOKENS = Ring::WARPS * Ring::STAGES * Ring::TOKENS;
     constexpr int THREADS = Ring::WARPS * WARP_SIZE, BYTES = sizeof(typename Ring::KV);
     if (!LAUNCHED_EARLY || p.work.mask.given()) {  // a mask's tokens are not positions
         return;
@@ -208,7 +200,7 @@ __device__ __forceinline__ void prefetch_first_keys(const Params& p, int part, i
 template <typename Ring, bool ALIGNED, bool EVICT_FIRST, typename Params>
 struct KvLoader {
     using KV = typename Ring::KV;
-    using Walk = StepWalk<Ring::TOKENS, Ring::WARPS, Ring::SHARERS>;
+    using Walk = StepWalk<Ring::TOKENS, Ring::WARPS, 1>;
 
     const Params& p;
     typename Ring::Buffers& buffers;
@@ -251,21 +243,6 @@ struct KvLoader {
         }
     }
 
-    // The same by a warp whose place waits in shared memory meanwhile.
-    __device__ __forceinline__ void issue(int stage, StepPlace& place) {
-        static_cast<StepPlace&>(walk) = place;
-        issue(stage);
-        leave_at(place);
-    }
-
-    __device__ __forceinline__ void leave_at(StepPlace& place) const {
-        __syncwarp();  // every lane has read it
-        if (threadIdx.x % WARP_SIZE == 0) {
-            place = walk;
-        }
-        __syncwarp();  // it is there
-    }
-
     // Says where the next step's rows are, and which of them are keys: bit r, whether row r is.
     __device__ __forceinline__ uint32_t find_rows(int stage) {
         const int lane_idx = threadIdx.x % WARP_SIZE;
@@ -273,14 +250,13 @@ struct KvLoader {
         const bool has_key =
             walk.own_token() < walk.end_token && p.k_cache.has(id) && p.v_cache.has(id);
         const uint32_t votes = __ballot_sync(0xffffffffu, has_key);
-        if (lane_idx < Walk::OWN_TOKENS) {
+        if (lane_idx < Ring::TOKENS) {
             const Slot slot = {has_key ? id : 0, has_key ? walk.entry() : 0};
             rows.k[lane_idx] = p.k_cache.row(slot, kv_head);
             rows.v[lane_idx] = p.v_cache.row(slot, kv_head);
         }
         if (lane_idx == 0) {
-            const int own = Walk::own_row() / Walk::OWN_TOKENS;
-            reinterpret_cast<typename Ring::OwnBits*>(&keys[stage])[own] = votes;
+            keys[stage] = votes;
         }
         __syncwarp();  // the rows are there
         return votes;
@@ -288,8 +264,8 @@ struct KvLoader {
 
     template <bool ALL>
     __device__ __forceinline__ void copy(int stage, uint32_t votes) {
-        char* k = buffers[stage] + Walk::own_row() * Ring::K_ROW_BYTES;
-        char* v = buffers[stage] + Ring::V_OFFSET + Walk::own_row() * Ring::V_ROW_BYTES;
+        char* k = buffers[stage];
+        char* v = k + Ring::V_OFFSET;
         if constexpr (ALIGNED) {
             const uint64_t policy =
                 EVICT_FIRST ? createpolicy_evict_first() : createpolicy_evict_unchanged();

@@ -18,10 +18,6 @@ __device__ __forceinline__ void consumers_sync() { bar_sync<1>(NUM_CONSUMERS); }
 // scores of 64 keys, two runs of 128 columns of sums, maximum and denominator.
 template <typename KV>
 struct LatentConsumer {
-    // Where a row's maximum rises by less, weights of up to 2^LAZY are exact too, and sums need not
-    // be multiplied.
-    static constexpr float LAZY = 8.0f;
-
     const LatentParams& p;
     LatentSmem& smem;
     const int group;  // of two

@@ -52,7 +52,8 @@ struct RowServer {
         return item.first_q_row + p.group.quotient(item.first_row + team * Cta::TEAM_ROWS);
     }
 
-    // By a tensor map: rows behind the item's are others' or zeros.
+    // By a tensor map: rows behind the item's are others' or zeros. Of a team without rows the row
+    // that is looked up may lie behind all: the host leaves room for it.
     __device__ __forceinline__ void copy_queries(int slot, const Order& order) const {
         if (threadIdx.x % WARP_SIZE == 0) {
             uint64_t& full = smem.q_full[slot][team];

@@ -14,10 +14,6 @@ struct WarpState {
     // keys are 0 without a question asked, and any logit is above it or at it.
     static constexpr float LOWEST = -3.402823466e38f;
 
-    // A maximum rises where a logit is above it by more (in base 2): so most steps multiply no sums
-    // and ask no other lane. Weights of up to 2^LAZY are as exact as those up to 1.
-    static constexpr float LAZY = 8.0f;
-
     float m[M_TILES][2];
     float d[M_TILES][2];
     float o[M_TILES][FEAT_TILES][4];
