@@ -62,13 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     job.set_defaults(run=_replay)
     add = job.add_argument
     add("--trace", type=Path, metavar="FILE", help="Mooncake JSONL or Azure LLM CSV; else built-in")
-    add(
-        "--common-prompt",
-        type=_between(0),
-        metavar="N",
-        default=0,
-        help="tokens that all built-in requests start with, in 512s (0)",
-    )
     add("--requests", type=_between(1), metavar="N", help="replay the first N requests at most")
     add("--steps", type=_between(1), metavar="N", help="stop after N steps")
     add("--model", choices=MODELS, help="llama8b on a GPU, tiny on NumPy, unless given")

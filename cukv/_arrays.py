@@ -15,8 +15,6 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
-from cukv._recording import recorder, set_bytes_to_zero
-
 Array = Any  # cupy.ndarray or numpy.ndarray; CuPy has no usable static types
 
 FLOAT16 = np.dtype(np.float16)
@@ -44,8 +42,8 @@ class CudaUnavailableError(RuntimeError):
 
     def __init__(self, op: str) -> None:
         super().__init__(
-            f"{op}: needs an NVIDIA GPU and its driver, and none was found; what works on NumPy "
-            "arrays (xp=numpy, .to_host()) needs none: it runs the definitions in cukv.reference"
+            f"{op}: needs an NVIDIA GPU and its driver, and none was found; on NumPy arrays "
+            "(xp=numpy, .to_host()) the same call runs the definition in cukv.reference"
         )
 
 
@@ -105,14 +103,12 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
         return x
     if isinstance(x, (list, tuple)) and like is not None:
         return to_home(np.asarray(x), like)
-    of_jax = ", or call the function of cukv.jax" if _is_of_jax(x) else ""
     if not hasattr(x, "__dlpack_device__"):
-        kind = type(x)
-        raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {kind}{of_jax}")
+        raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {type(x)}")
     if x.__dlpack_device__()[0] not in _CUDA_DEVICES:
         raise TypeError(
-            f"{op}: {name} is in CPU memory ({type(x).__name__}); pass numpy.from_dlpack({name}) "
-            f"to work on it in NumPy, or move it to the GPU{of_jax}"
+            f"{op}: {name} is a {type(x).__name__} in CPU memory; pass numpy.from_dlpack({name}) "
+            "to work on it in NumPy, or move it to the GPU"
         )
     return _from_dlpack(x)[0]
 
@@ -132,7 +128,7 @@ def set_to_zero(array: Array) -> None:
     """Set a contiguous GPU array to zero bytes, without a kernel, on the current stream."""
     if array.size:
         with array.device:
-            set_bytes_to_zero(array.data.ptr, array.nbytes)
+            array.data.memset_async(0, array.nbytes)
 
 
 _kept_for_replays: list[Array] = []
@@ -142,10 +138,9 @@ def keep_for_replays(*temporaries: Array) -> None:
     """Keep what a call made for itself, if its launches are being captured into a graph.
 
     Replays use that memory, so it must not go back to the pool. It is kept for the life of the
-    process: nothing tells when a graph is gone. Of launches that are recorded, whoever records them
-    gives the memory.
+    process: nothing tells when a graph is gone.
     """
-    if recorder.work is None and cp.cuda.get_current_stream().is_capturing():
+    if cp.cuda.get_current_stream().is_capturing():
         _kept_for_replays.extend(temporaries)
 
 
@@ -163,16 +158,11 @@ def read_only_reason(x: Any) -> str | None:
         return None
     if isinstance(x, np.ndarray):
         return None if x.flags.writeable else "a read-only NumPy array"
-    if _is_of_jax(x):
+    if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return "a jax.Array, which is immutable: use the function of the same name in cukv.jax"
     if hasattr(x, "__dlpack_device__") and _from_dlpack(x)[1]:
         return "exported read-only by its producer"
     return None
-
-
-def _is_of_jax(x: Any) -> bool:
-    """Tell whether ``x`` is a jax.Array or a tracer, without importing JAX."""
-    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 class _Importer:

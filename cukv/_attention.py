@@ -12,19 +12,29 @@ from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home,
 from cukv._check import match, match_dtype, match_rows, match_writable
 from cukv._index import host_scale
 from cukv._plan import Plan
-from cukv.masks import Mask, PackedMask, RaggedMask
+from cukv.masks import PackedMask, RaggedMask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cukv._cascade import LevelBatch
     from cukv._pages import PagePair
     from cukv.page_table import PageTable
+
+Mask = RaggedMask | PackedMask
 
 _FLOAT64 = np.dtype(np.float64)
 _HALVES = (FLOAT16, BFLOAT16)
 _OUTPUTS = (*_HALVES, FLOAT32)
-_LONGEST_WINDOW = (1 << 31) - 1  # no request is longer
+
+
+def no_kernel(op: str, what: str = "it") -> NotImplementedError:
+    """Make the error of attention that no kernel does yet."""
+    return NotImplementedError(
+        f"{op}: there is no attention kernel for {what} yet. On CuPy arrays there are append, "
+        "gather, merge_states, and, without custom masks, PagedKVCache.decode, "
+        "PagedKVCache.prefill and RaggedTensor.prefill; custom masks, MLAPagedCache.decode and "
+        "CascadeLevels.attend work on NumPy arrays (.to_host())"
+    )
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -66,14 +76,16 @@ def check_options(
     ``sinks`` must be in the home of ``like``.
     """
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else host_scale(op, "sm_scale", sm_scale)
-    cap = check_soft_cap(op, logits_soft_cap)
+    cap = None if logits_soft_cap is None else float(logits_soft_cap)
+    if cap is not None and not 0 <= cap < math.inf:
+        raise ValueError(f"{op}: logits_soft_cap must be 0 or more (0 = off), got {cap}")
     if sinks is not None:
         sinks = as_array(op, "sinks", sinks, like)
         match(op, "sinks", sinks, ("num_qo_heads",), {"num_qo_heads": num_qo_heads})
         extra = (_FLOAT64,) if home(op, q=like, sinks=sinks) is np else ()
         match_dtype(op, "sinks", sinks, *_OUTPUTS, *extra)
-        if isinstance(sinks, np.ndarray) and not (sinks.astype(np.float64) < np.inf).all():
-            raise ValueError(f"{op}: sinks must be numbers or -inf, got NaN or inf")
+        if isinstance(sinks, np.ndarray) and np.isnan(sinks.astype(np.float64)).any():
+            raise ValueError(f"{op}: sinks must not be NaN")
     return {
         "sm_scale": scale,
         "window_left": check_window(op, window_left),
@@ -84,28 +96,10 @@ def check_options(
 
 def check_window(op: str, window_left: int) -> int:
     """Give the window as an int: keys to the left of the query's own position; -1 is off."""
-    try:
-        window = int(window_left)
-    except (TypeError, ValueError, OverflowError):
-        window = -2
+    window = int(window_left)
     if window != window_left or window < -1:
         raise ValueError(f"{op}: window_left must be a whole number, -1 = off, got {window_left}")
-    return min(window, _LONGEST_WINDOW)
-
-
-def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
-    """Give the soft cap as a float; None is off, and so is 0."""
-    if logits_soft_cap is None:
-        return None
-    try:
-        cap = float(logits_soft_cap)
-    except (TypeError, ValueError):
-        cap = math.nan
-    if not 0 <= cap < math.inf:
-        raise ValueError(
-            f"{op}: logits_soft_cap must be finite and 0 or more (0 = off), got {logits_soft_cap}"
-        )
-    return cap
+    return window
 
 
 def check_mask(op: str, mask: Any, batch_size: int) -> None:
@@ -165,18 +159,13 @@ class PagedCall(NamedTuple):
     table: PageTable
     causal: bool
     window_left: int
-    custom_mask: Mask | None = None
-    levels: LevelBatch | None = None  # of a cascade on a GPU, whose requests `table` has
-
-    @property
-    def first_seen(self) -> Array | None:
-        """Where each row's window begins, ``[rows]`` int32; None: at its position's distance."""
-        return None if self.levels is None else self.levels.first_seen
 
 
-def check_paged_call(call: PagedCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:
+def check_paged_call(
+    call: PagedCall, pages: PagePair, custom_mask: Mask | None = None
+) -> tuple[tuple[tuple[str, Any], ...], Any]:
     """Check a call against a paged cache: (what a plan depends on, home)."""
-    op, q, qo_indptr, table, causal, window_left, custom_mask, _ = call
+    op, q, qo_indptr, table, causal, window_left = call
     pages.check_table(op, table)
     k, _ = pages
     _, page_size, num_kv_heads, head_dim = k.array.shape

@@ -16,7 +16,7 @@ def match(
 ) -> None:
     """Bind each dimension name of ``pattern`` to the array's size, or raise.
 
-    A name bound before must have the same size again; digits are a size by themselves.
+    A name bound before must have the same size again.
     """
     shape = array.shape
     if len(shape) == len(pattern):
@@ -27,10 +27,7 @@ def match(
         else:
             dims.update(zip(pattern, shape, strict=True))
             return
-    want = ", ".join(
-        dim if dim.isdigit() or (size := dims.get(dim)) is None else f"{dim}={size}"
-        for dim in pattern
-    )
+    want = ", ".join(dim if (size := dims.get(dim)) is None else f"{dim}={size}" for dim in pattern)
     raise ValueError(f"{op}: {name} must be [{want}], got {list(shape)}")
 
 
@@ -80,12 +77,6 @@ def whole_number(op: str, name: str, x: Any, low: int) -> int:
     return number
 
 
-def check_sizes(op: str, **sizes: Any) -> None:
-    """Raise unless every size of a new cache is an integer of 0 or more; a page holds a token."""
-    for name, size in sizes.items():
-        whole_number(op, name, size, 1 if name == "page_size" else 0)
-
-
 def match_rows(op: str, name: str, array: Array) -> None:
     """Raise unless the last axis is contiguous and elements are aligned, as kernels read them."""
     size = array.dtype.itemsize
@@ -113,7 +104,7 @@ def match_writable(op: str, name: str, array: Array) -> None:
 
 def values(array: Array) -> np.ndarray[Any, Any]:
     """Read an index array on the host, as int64. Synchronises if it is on a GPU."""
-    host = array.get() if hasattr(array, "get") else array  # CuPy's; JAX's are read as they are
+    host = array if isinstance(array, np.ndarray) else array.get()
     return np.asarray(host, dtype=np.int64)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -77,10 +77,7 @@ def to_host(array: Array) -> Array:
 
 @dataclass(frozen=True)
 class Step:
-    """The arrays of one step: single rows stand first and decode, chunks follow and prefill.
-
-    Single rows whose requests share pages have levels, and attend through them.
-    """
+    """The arrays of one step: single rows stand first and decode, chunks follow and prefill."""
 
     batch: list[Live]
     singles: list[Live]
@@ -91,12 +88,10 @@ class Step:
     decode_table: cukv.PageTable
     prefill_table: cukv.PageTable
     qo_indptr: Array  # rows of the chunks
-    levels: cukv.CascadeLevels | None  # of the single rows
-    single_keys: int  # that their attention reads
 
     @classmethod
-    def of(cls, batch: list[Live], model: Model, page_size: int, xp: Any) -> Step:
-        """Build the step's arrays on the host and move them home, but for levels in one copy."""
+    def of(cls, batch: list[Live], page_size: int, xp: Any) -> Step:
+        """Build the step's arrays on the host and move them home in one copy."""
         singles = [live for live in batch if live.rows == 1]
         chunks = batch[len(singles) :]
         ids = np.concatenate(
@@ -112,19 +107,7 @@ class Step:
             page_table(home[i : i + 3], page_size) for i in (3, 6, 9)
         )
         batches = (batch, singles, chunks)
-        tables = (table, decode_table, prefill_table)
-        keys, levels = sum(live.kv_len for live in singles), None
-        found = shared_levels(page_table(arrays[6:9], page_size), model, xp)
-        if found is not None:
-            keys = sum(sum(level.seq_lens_list()) for level in found.tables)
-            levels = found if xp is np else found.to_device()
-        return cls(*batches, home[0], home[1], *tables, home[2], levels, keys)
-
-    def parts(self) -> dict[str, list[Live]]:
-        """Name the kinds of attention of the step, and who attends so."""
-        names = "decode" if self.levels is None else "cascade", "prefill"
-        parts = zip(names, (self.singles, self.chunks), strict=True)
-        return {name: part for name, part in parts if part}
+        return cls(*batches, home[0], home[1], table, decode_table, prefill_table, home[2])
 
 
 def indptr_of(lens: Iterable[int]) -> Int64:
@@ -144,28 +127,6 @@ def page_table(arrays: Iterable[Array], page_size: int) -> cukv.PageTable:
     """Make a table of indptr, indices and last_page_len."""
     indptr, indices, last_page_len = arrays
     return cukv.PageTable(indptr, indices, last_page_len, page_size)
-
-
-def shared_levels(table: cukv.PageTable, model: Model, xp: Any) -> cukv.CascadeLevels | None:
-    """Find shared pages of single rows, from their table on the host; None where they do not pay.
-
-    NumPy's sizes are too small for any to pay, so there all are shared.
-    """
-    if model.is_mla or not table.batch_size:
-        return None
-    levels = cukv.CascadeLevels.from_prefixes(
-        table,
-        min_saved_bytes=0 if xp is np else None,
-        bytes_per_token=model.token_bytes,
-    )
-    return levels if levels.num_levels > 1 else None
-
-
-class Attention(NamedTuple):
-    """Attention of some rows, over the cache of any layer."""
-
-    plan: Callable[[Any], Any]  # plan(cache)
-    attend: Callable[..., Array]  # attend(cache, plan=plan): [rows, num_qo_heads, dim]
 
 
 class Layers:
@@ -194,29 +155,34 @@ class Layers:
         """Write the rows of all requests of the step."""
         self.caches[layer].append(*rows, step.table, indptr=step.row_indptr)
 
-    def attention(self, name: str, queries: list[Array], step: Step) -> Attention:
-        """Return one kind of attention: decode or cascade (single rows), or prefill (chunks)."""
-        singles, sm_scale = len(step.singles), self.model.sm_scale
-        if name == "cascade" and step.levels is not None:
-            levels, q = step.levels, queries[0][:singles]
-            return Attention(partial(levels.plan, q), partial(levels.attend, q, sm_scale=sm_scale))
-        options: dict[str, Any] = {}
+    def attention(
+        self, name: str, queries: list[Array], step: Step
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of decode (single rows) or prefill (chunks): queries and a table."""
+        singles = len(step.singles)
         if name == "decode":
-            arguments = [*(q[:singles] for q in queries), step.decode_table]
-        else:
-            options["causal"] = True
-            arguments = [*(q[singles:] for q in queries), step.prefill_table]
-            if self.model.is_mla:
-                options["qo_indptr"] = step.qo_indptr
-            else:
-                arguments[0] = cukv.RaggedTensor(arguments[0], step.qo_indptr)
-        method = "decode" if self.model.is_mla else name
-        return Attention(
-            lambda cache: cache.plan(arguments[0], arguments[-1], **options),
-            lambda cache, plan: getattr(cache, method)(
-                *arguments, sm_scale=sm_scale, plan=plan, **options
-            ),
-        )
+            return [*(q[:singles] for q in queries), step.decode_table], {}
+        queries = [q[singles:] for q in queries]
+        if self.model.is_mla:
+            return [*queries, step.prefill_table], {"qo_indptr": step.qo_indptr, "causal": True}
+        rows = cukv.RaggedTensor(queries[0], step.qo_indptr)
+        return [rows, step.prefill_table], {"causal": True}
+
+    def plan(self, arguments: list[Any], options: dict[str, Any]) -> Any:
+        """Prepare one kind of attention for all layers of the step."""
+        return self.caches[0].plan(arguments[0], arguments[-1], **options)
+
+    def attend(
+        self,
+        name: str,
+        layer: int,
+        arguments: list[Any],
+        options: dict[str, Any],
+        plan: cukv.Plan | None,
+    ) -> Array:
+        """Attend one kind of rows, [rows, num_qo_heads, dim]."""
+        attend = getattr(self.caches[layer], "decode" if self.model.is_mla else name)
+        return attend(*arguments, sm_scale=self.model.sm_scale, plan=plan, **options)
 
     def gather(self, layer: int, table: cukv.PageTable, nnz: int) -> list[Array]:
         """Copy the rows of a table's requests out of their pages."""
@@ -246,14 +212,13 @@ class Engine:
         self.layers, self.scheduler = layers, scheduler
         self.steps = self.rows = self.unfinished = 0
         self.checks: Counter[str] = Counter()
-        self.decoded: Counter[str] = Counter()  # steps and bytes of keys and values, see _count
         self._timed, self._rng = timed, np.random.default_rng(seed)
 
     def step(self, check: bool = False) -> None:
         """Append and attend the next rows of all live requests; check some of them if asked."""
         batch = self.scheduler.next_batch()
         if batch:
-            step = Step.of(batch, self.layers.model, self.layers.page_size, self.layers.xp)
+            step = Step.of(batch, self.layers.page_size, self.layers.xp)
             checked = int(self._rng.integers(len(self.layers.caches))) if check else -1
             plans: dict[str, Any] = {}
             for layer in range(len(self.layers.caches)):
@@ -261,7 +226,6 @@ class Engine:
                 if layer == checked:
                     self._check(layer, step, outputs)
             self.rows += len(step.ids)
-            self._count(step)
         self.scheduler.end_step()
         self.steps += 1
 
@@ -281,31 +245,19 @@ class Engine:
         write = partial(layers.append, layer, rows, step)
         self._timed("append", write, tokens=nnz, moved_bytes=2 * nnz * model.token_bytes)
         outputs = {}
-        for name, part in step.parts().items():
-            attention, cache = layers.attention(name, queries, step), layers.caches[layer]
-            if layer == 0:  # one plan serves all layers
-                plans[name] = self._timed("plan", partial(attention.plan, cache))
-            attend = partial(attention.attend, cache, plan=plans[name])
-            keys = step.single_keys if part is step.singles else sum(r.kv_len for r in part)
-            work = attention_work(part, model, keys)
-            outputs[name] = self._timed(name, attend, **work)
+        for name, part in (("decode", step.singles), ("prefill", step.chunks)):
+            if part:
+                attention = layers.attention(name, queries, step)
+                if layer == 0:  # one plan serves all layers
+                    plans[name] = self._timed("plan", partial(layers.plan, *attention))
+                attend = partial(layers.attend, name, layer, *attention, plans[name])
+                outputs[name] = self._timed(name, attend, **attention_work(part, model))
         return outputs
-
-    def _count(self, step: Step) -> None:
-        """Count what attention of single rows reads less because some of them share pages."""
-        if step.singles:
-            token_bytes = self.layers.model.token_bytes * len(self.layers.caches)
-            flat = sum(live.kv_len for live in step.singles)
-            self.decoded["steps"] += 1
-            self.decoded["bytes"] += flat * token_bytes
-            if step.levels is not None:
-                self.decoded["cascades"] += 1
-                self.decoded["saved"] += (flat - step.single_keys) * token_bytes
 
     def _check(self, layer: int, step: Step, outputs: dict[str, Array]) -> None:
         """Check all rows of one request, and one output row of each kind of attention."""
         self._check_rows(layer, step.batch[self._rng.integers(len(step.batch))])
-        for name, part in step.parts().items():
+        for name, part in (("decode", step.singles), ("prefill", step.chunks)):
             if outputs.get(name) is not None:
                 index = int(self._rng.integers(len(part)))
                 live = part[index]
@@ -351,9 +303,9 @@ class Engine:
         self.checks[name] += 1
 
 
-def attention_work(part: list[Live], model: Model, keys: int) -> dict[str, int]:
-    """Return what attention of some requests to so many keys costs at least: each is moved once."""
-    nnz = sum(live.rows for live in part)
+def attention_work(part: list[Live], model: Model) -> dict[str, int]:
+    """Return what attention of some requests costs at least: each row is read or written once."""
+    nnz, keys = sum(live.rows for live in part), sum(live.kv_len for live in part)
     # A chunk's row sees the keys up to its own position.
     pairs = sum(live.rows * live.kv_len - live.rows * (live.rows - 1) // 2 for live in part)
     moved_bytes = keys * model.token_bytes + nnz * model.query_bytes

@@ -35,8 +35,7 @@ from cupy_backends.cuda.api.runtime import getDevice
 from cupy_backends.cuda.libs import nvrtc
 
 from cukv._arrays import CudaUnavailableError, as_dtype, is_available
-from cukv._recording import recorder
-from cukv._specialisations import SPELLING, runs_on, specialisations
+from cukv._specialisations import SPELLING, specialisations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +99,7 @@ _SCALARS = {"int32_t": "i", "uint32_t": "I", "float": "f", "int64_t": "q", "uint
 
 
 class Layout(NamedTuple):
-    """A C struct as Python packs it; nested structs, or arrays of them, are fields of bytes."""
+    """A C struct as Python packs it; nested structs are fields of already packed bytes."""
 
     names: tuple[str, ...]
     codes: tuple[str, ...]  # of each field, with the padding before it; then the padding at the end
@@ -120,49 +119,36 @@ def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
     alias = re.search(rf"^using {struct_name} = (\w+);$", text, re.MULTILINE)
     if alias is not None:
         return struct_layout(alias[1], kernel_name)
-    found = re.search(
-        rf"struct (?:alignas\((\d+)\) )?{struct_name}(?: : (\w+))? \{{\n(.*?)\n\}};",
-        text,
-        re.DOTALL,
-    )
+    found = re.search(rf"struct {struct_name} \{{\n(.*?)\n\}};", text, re.DOTALL)
     if found is None:
         raise ValueError(f"no struct {struct_name} in kernels/{kernel_name}.cu or kernels/common")
-    aligned, base, body = found.groups()
-    names, codes, size, alignment, gap = [], [], 0, int(aligned or 1), 0
-    if base is not None:  # its fields come first, and the padding at its end stays
-        inherited = struct_layout(base, kernel_name)
-        names, (*codes, tail_code) = [*inherited.names], inherited.codes
-        size, alignment = inherited.size, max(alignment, inherited.alignment)
-        gap = struct.calcsize(f"={tail_code}")
     # A field is a statement of the struct itself without a call; the rest are member functions.
-    body = re.sub(r" *//[^\n]*", "", body)
+    body = re.sub(r" *//[^\n]*", "", found[1])
+    names, codes, size, alignment = [], [], 0, 1
     for line in re.findall(r"^    ([^\s(][^(\n]*;)$", body, re.MULTILINE):
-        parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+)(?:\[(\d+)\])?;", line)
-        if parsed is None or (parsed[3] and parsed[1] in _SCALARS):
+        parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+);", line)
+        if parsed is None:
             raise ValueError(f"struct {struct_name}: one plain field per line, got {line!r}")
-        declared, field, count = parsed.groups()
-        if declared == "uint8_t":
-            code, width, align = f"{count}s", int(count), 1
-        elif declared.endswith("*"):
+        declared, field = parsed.groups()
+        if declared.endswith("*"):
             code, width, align = "Q", 8, 8
         elif declared in _SCALARS:
             code = _SCALARS[declared]
             width = align = struct.calcsize("=" + code)
         else:
             nested = struct_layout(declared, kernel_name)
-            width, align = nested.size * int(count or 1), nested.alignment
-            code = f"{width}s"
+            code, width, align = f"{nested.size}s", nested.size, nested.alignment
         pad = -size % align
-        codes.append(f"{gap + pad}x{code}")
-        size, alignment, gap = size + pad + width, max(alignment, align), 0
+        codes.append(f"{pad}x{code}")
+        size, alignment = size + pad + width, max(alignment, align)
         names.append(field)
     tail = -size % alignment
     return Layout(tuple(names), (*codes, f"{tail}x"), size + tail, alignment)
 
 
-def packer(struct_name: str, kernel_name: str | None = None) -> Callable[..., bytes]:
-    """Give ``pack(*fields) -> bytes`` for a struct of kernels/common or of one kernel, in order."""
-    return struct.Struct(struct_layout(struct_name, kernel_name).format).pack
+def packer(struct_name: str) -> Callable[..., bytes]:
+    """Give ``pack(*fields) -> bytes`` for a struct of kernels/common, in declared order."""
+    return struct.Struct(struct_layout(struct_name).format).pack
 
 
 # -------------------------------------------------------------------------------------- compiling
@@ -450,25 +436,11 @@ class Kernel:
             return
         memory, address = self._staging.memory_and_address
         pack_into(memory, 0, *per_call, fixed)
-        if recorder.work is not None:
-            params = memory.raw[: self._layout.size]
-            recorder.work.append(functools.partial(self._repeat, grid, cta, smem_bytes, params))
-            return
         stream = get_current_stream().ptr
         if self._early:
             launch_early(self._function, grid, cta, smem_bytes, stream)
         else:
             launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
-
-    def _repeat(self, grid: int, cta: int, smem_bytes: int, params: bytes, stream: int) -> None:
-        """Make a launch that was recorded; its device is the current one.
-
-        Never early: XLA captures what is repeated and updates its graphs, and CUDA updates none
-        that has early launches.
-        """
-        memory, address = self._staging.memory_and_address
-        ctypes.memmove(memory, params, len(params))
-        launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
 
 
 _loaded: dict[tuple[Any, ...], Kernel] = {}
@@ -545,14 +517,13 @@ def warmup(*kernels: str, dtypes: Sequence[Any] = ("bfloat16",), device: int | N
         raise ValueError(f"warmup: no kernel {sorted(unknown)}; there are {known}")
     wanted = {as_dtype("warmup", "dtypes", d) for d in dtypes}
     with cp.cuda.Device(device) as current:
-        arch = arch_of(current.id)
         chosen = [
             (name, args)
             for name in kernels or specialisations()
             for args in specialisations()[name]
-            if runs_on(name, arch)
             if all(value in wanted for value in args.values() if value in SPELLING)
         ]
+        arch = arch_of(current.id)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda chosen_one: _cubin(chosen_one[0], arch, chosen_one[1]), chosen))
         for name, args in chosen:

@@ -30,22 +30,6 @@ class Noun:
     def _fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
-    if not TYPE_CHECKING:  # it would hide wrong names from type checkers
-
-        def __getattr__(self, name: str) -> Any:
-            """Say what is missing: over arrays that are neither CuPy's nor NumPy's, all but fields.
-
-            ``cukv.jax.noun`` makes such nouns.
-            """
-            kind = type(self).__name__
-            fields = tuple(vars(self).values())
-            if fields and not name.startswith("__") and not _arrays(fields):
-                raise AttributeError(
-                    f"{kind}: over arrays of JAX it is its fields; cukv.jax has what its methods "
-                    "do as functions"
-                )
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-
     def _set(self, **attributes: Any) -> None:
         """Set fields and cached values while a frozen dataclass is being made."""
         for name, value in attributes.items():
@@ -87,10 +71,8 @@ class Noun:
         """
         return self.show().plot(ax)
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         """Draw the layout in Jupyter; of a noun on a GPU its structure, as nothing is read."""
-        if not _arrays(self):
-            return None  # arrays of JAX, maybe while a function is traced: repr says enough
         from cukv._show import picture
 
         return picture(self, read=False)._repr_html_()
@@ -102,11 +84,10 @@ class Noun:
     def __repr__(self) -> str:
         fields = ", ".join(f"{n}={_show(v)}" for n, v in self._fields().items() if v is not None)
         arrays = _arrays(self)
-        where = ""  # arrays of JAX say it themselves
-        if arrays:
-            on_host = isinstance(arrays[0], np.ndarray)
-            where = f", device={'numpy' if on_host else f'cuda:{arrays[0].data.device_id}'}"
-        return f"{type(self).__name__}({fields}{where})"
+        where = "numpy"
+        if arrays and not isinstance(arrays[0], np.ndarray):
+            where = f"cuda:{arrays[0].data.device_id}"
+        return f"{type(self).__name__}({fields}, device={where})"
 
     def to_host(self: Self) -> Self:
         """Copy to NumPy arrays. Synchronises; a noun that is there already is returned as it is."""
@@ -266,8 +247,8 @@ def _arrays(value: Any) -> list[Array]:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, (cp.ndarray, np.ndarray)):
+        return f"{value.dtype.name}{list(value.shape)}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_show, value))})"
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{value.dtype.name}{list(value.shape)}"
     return repr(value)

@@ -103,11 +103,6 @@ class PagePair:
         """Elements of a value, as far as plans depend on them."""
         return int(self.second.array.shape[3])
 
-    @property
-    def consecutive(self) -> bool:
-        """Whether a request's pages are one token each and lie one after the other."""
-        return False
-
     def check_table(self, op: str, table: PageTable) -> None:
         """Raise unless ``table`` is a page table of this page size."""
         if not isinstance(table, PageTable):
@@ -232,7 +227,6 @@ class PagePair:
         nnz: int | None,
         dtype: Any,
         scales: tuple[Any, Any],
-        out: tuple[Array | None, Array | None] = (None, None),
     ) -> tuple[Array, Array, Array]:
         """Copy every request's tokens out of both arrays: (first, second, token_indptr)."""
         self.check_table(op, table)
@@ -247,8 +241,8 @@ class PagePair:
         indptr = table.token_indptr
         gather = _gather_on_host if xp is np else _gather_array
         first, second = (
-            gather(op, pages, table, indptr, length, kind, factor, rows)
-            for pages, kind, factor, rows in zip(self, to, factors, out, strict=True)
+            gather(op, pages, table, indptr, length, kind, factor)
+            for pages, kind, factor in zip(self, to, factors, strict=True)
         )
         return first, second, indptr
 
@@ -355,12 +349,10 @@ def _gather_on_host(
     nnz: int,
     dtype: np.dtype[Any],
     factor: Any,
-    rows: Array | None,
 ) -> Array:
     if token_indptr[-1] > nnz:
         raise ValueError(f"{op}: nnz must be at least {token_indptr[-1]} tokens, got {nnz}")
-    if rows is None:
-        rows = np.zeros((nnz, *pages.array.shape[2:]), dtype)
+    rows = np.zeros((nnz, *pages.array.shape[2:]), dtype)
     to = None if dtype == pages.dtype else dtype
     csr = (table.indptr, table.indices, table.last_page_len)
     found = reference.gather(pages.array, *csr, to, factor)
@@ -376,11 +368,9 @@ def _gather_array(
     nnz: int,
     dtype: np.dtype[Any],
     factor: Any,
-    rows: Array | None,
 ) -> Array:
     cache = pages.array
-    if rows is None:
-        rows = empty(op, (nnz, *cache.shape[2:]), dtype, cp, like=cache)
+    rows = empty(op, (nnz, *cache.shape[2:]), dtype, cp, like=cache)
     if rows.size == 0 or table.batch_size == 0:
         return rows
     fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, dtype)

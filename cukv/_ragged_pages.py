@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import cupy as cp
 
@@ -15,10 +15,7 @@ from cukv._rows import Pages
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
-    from cukv._arrays import Array
     from cukv.ragged import RaggedTensor
-
-_MAX_CHECKED = 256  # signatures of a pair
 
 _pack_table = packer("PageTable")
 
@@ -32,38 +29,16 @@ class _RaggedPair(PagePair):
     def planned_head_dim_vo(self) -> int:
         return int(self.first.array.shape[3])
 
-    @property
-    def consecutive(self) -> bool:
-        return True
-
 
 class RaggedPages(NamedTuple):
     """Attention over the rows of k and v, and the table of their pages: token t is page t."""
 
     attention: PagedAttention
     table: PageTable
-    checked: set[tuple[Any, ...]]  # signatures of queries that go with k and v
-
-    def remember(self, q: Array, qo_indptr: Array) -> None:
-        """Note that queries like these have been checked against k and v."""
-        if len(self.checked) >= _MAX_CHECKED:
-            self.checked.clear()
-        self.checked.add(_signature(q, qo_indptr))
-
-
-def _signature(q: Array, qo_indptr: Array) -> tuple[Any, ...]:
-    return (q.shape, q.dtype, q.data.device_id, qo_indptr.shape)
 
 
 _Found = weakref.WeakKeyDictionary["RaggedTensor", RaggedPages]
 _found: weakref.WeakKeyDictionary[RaggedTensor, _Found] = weakref.WeakKeyDictionary()
-
-
-def checked_pages(k: Any, v: Any, q: Array, qo_indptr: Array) -> RaggedPages | None:
-    """Find k and v as pages if queries like these have been checked against them."""
-    of_v = _found.get(k) if type(q) is cp.ndarray else None
-    pages = None if of_v is None else of_v.get(v)
-    return pages if pages is not None and _signature(q, qo_indptr) in pages.checked else None
 
 
 def ragged_pages(op: str, k: RaggedTensor, v: RaggedTensor) -> RaggedPages:
@@ -76,7 +51,7 @@ def ragged_pages(op: str, k: RaggedTensor, v: RaggedTensor) -> RaggedPages:
         pair = _RaggedPair(
             *(Pages(op, name, x.rows[:, None], None) for name, x in (("k", k), ("v", v)))
         )
-        pages = of_v[v] = RaggedPages(PagedAttention(pair), _table(k), set())
+        pages = of_v[v] = RaggedPages(PagedAttention(pair), _table(k))
     return pages
 
 

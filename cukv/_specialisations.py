@@ -18,8 +18,6 @@ SPELLING = {
     FLOAT8_E4M3: "cukv::fp8_e4m3",
     FLOAT8_E5M2: "cukv::fp8_e5m2",
 }
-# Of dtypes that a kernel learns at run time: kernels/common/queries.cuh KIND_*.
-KINDS = {FLOAT16: 0, BFLOAT16: 1, FLOAT32: 2, FLOAT8_E4M3: 3, FLOAT8_E5M2: 4}
 ROW_DTYPES = tuple(SPELLING)  # what append and gather convert between
 STATE_DTYPES = (FLOAT16, BFLOAT16, FLOAT32)  # attention outputs
 
@@ -56,20 +54,6 @@ class DecodeTile(NamedTuple):
         return self.warps
 
     @property
-    def item_steps(self) -> int:
-        """What an item costs beside its keys, in steps."""
-        return 2 * self.round_steps
-
-    @property
-    def cut_cost(self) -> int:
-        """Steps that tiles cut at both ends of a part cost it: states are left and merged.
-
-        On an H200, 15 requests of 1024 tokens over 16 parts took 19.7 us cut, and 16 over 16, not
-        cut, 17.4.
-        """
-        return 8
-
-    @property
     def tokens(self) -> int:
         """Keys of a warp's step: a buffer of 8 KB where that is 32 keys or fewer."""
         if self.dtype in FP8:
@@ -91,8 +75,7 @@ class DecodeTile(NamedTuple):
         """Size of ``DecodeCta::Smem`` in kernels/decode.cu."""
         per_token = (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
         ring = self.warps * self.stages * (self.tokens * per_token + 4)
-        ring += self.warps * self.tokens * 16
-        states = self.warps * self.rows * 4 * (self.head_dim_vo + 4 + 2)
+        states = self.warps * self.rows * 4 * (self.head_dim_vo + 8 + 2)
         queries = 2 * self.rows * (2 * (self.head_dim + 8) + 4)
         return int(-(-(ring + states + queries + 4) // 1024) * 1024)
 
@@ -135,24 +118,12 @@ class PrefillTile(NamedTuple):
     @property
     def scores(self) -> int:
         """Keys that a warp scores at a time: as many as there are registers for."""
-        if self.head_dim_vo > 128:
-            return 16
-        return 32 if self.dtype in FP8 else 64
+        return 16 if self.head_dim_vo > 128 else 32
 
     @property
     def round_steps(self) -> int:
         """Steps at whose multiples a tile is cut."""
         return 2
-
-    @property
-    def item_steps(self) -> int:
-        """What an item costs beside its keys, in steps."""
-        return 4
-
-    @property
-    def cut_cost(self) -> int:
-        """Steps that tiles cut at both ends of a part cost it: little, of so much arithmetic."""
-        return 0
 
     @property
     def rows(self) -> int:
@@ -168,11 +139,9 @@ class PrefillTile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
-        ring = -(-(ring + 2 * 32 + self.tokens // 2) // 1024) * 1024
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        own = 2 * 48 + 32 + self.tokens // self.warps * (16 + 12) + 24
-        own = -(-own // 16) * 16
-        return int(-(-(ring + queries + self.warps * own + 16) // 1024) * 1024)
+        item = 48 + 20 * self.warps + 8
+        return int(-(-(ring + queries + 2 * 8 + item) // 1024) * 1024)
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -190,236 +159,10 @@ class PrefillTile(NamedTuple):
         }
 
 
-class Sm90Tile(NamedTuple):
-    """Geometry of one specialisation of ``prefill_sm90``: keys come by tensor maps."""
-
-    dtype: Any  # of queries and cache
-    head_dim: int  # elements of a key
-    head_dim_vo: int
-    paged: bool  # a step is pieces of pages, not consecutive rows
-    capped: bool = False  # logits are soft-capped
-    masked: bool = False  # the work list has a custom mask
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel."""
-        return "prefill_sm90"
-
-    @property
-    def tokens(self) -> int:
-        """Keys of a step."""
-        return 128
-
-    @property
-    def slots(self) -> int:
-        """Items whose queries or results are in shared memory."""
-        return 1 if self.head_dim > 128 else 3
-
-    @property
-    def round_steps(self) -> int:
-        """Steps at whose multiples a tile is cut."""
-        return 2
-
-    @property
-    def item_steps(self) -> int:
-        """What an item costs beside its keys, in steps."""
-        return 1
-
-    @property
-    def cut_cost(self) -> int:
-        """Steps that tiles cut at both ends of a part cost it: little, of so much arithmetic."""
-        return 0
-
-    @property
-    def rows(self) -> int:
-        """Packed query rows."""
-        return 128
-
-    @property
-    def warps(self) -> int:
-        """Two teams of four, and four that serve them."""
-        return 12
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that registers and shared memory must leave room for."""
-        return 1
-
-    @property
-    def smem_bytes(self) -> int:
-        """Size of ``PrefillSm90Cta::Smem`` in kernels/prefill_sm90.cu."""
-        queries = self.slots * self.rows * self.head_dim * 2
-        ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * 2
-        return queries + ring + 1024
-
-    @property
-    def template_args(self) -> dict[str, Any]:
-        """Template arguments of ``prefill_sm90``."""
-        return {
-            "KV": self.dtype,
-            "HEAD_DIM_QK": self.head_dim,
-            "HEAD_DIM_VO": self.head_dim_vo,
-            "TOKENS": self.tokens,
-            "SLOTS": self.slots,
-            "PAGED": str(self.paged).lower(),
-            "SOFT_CAP": str(self.capped).lower(),
-            "MASKED": str(self.masked).lower(),
-        }
-
-
-Tile = DecodeTile | PrefillTile | Sm90Tile
-
-
-class MlaDecodeTile(NamedTuple):
-    """Geometry of one specialisation of ``mla_decode``: a step of keys is for all warps."""
-
-    ckv: Any  # dtypes of the two parts of the cache
-    kpe: Any
-    warps: int
-    aligned: bool  # latent rows are moved 16 bytes at a time
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel."""
-        return "mla_decode"
-
-    @property
-    def rows(self) -> int:
-        """Packed query rows."""
-        return 16
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * self.warps
-
-    @property
-    def tokens(self) -> int:
-        """Keys of a step: 8 for each warp to score."""
-        return 8 * self.warps
-
-    @property
-    def round_steps(self) -> int:
-        """Steps at whose multiples a tile is cut."""
-        return 2
-
-    @property
-    def stages(self) -> int:
-        """Buffers of a step. About 150 KB on their way keep the memory of an H200 busy."""
-        if self.warps == 4:
-            return 2
-        return 5 if self.ckv in FP8 else 3
-
-    @property
-    def held(self) -> int:
-        """Steps of 16 columns of q_nope that registers hold beside sums and conversions."""
-        if self.warps == 8:
-            return 20 if self.kpe in FP8 else 26 if self.ckv in FP8 else 30
-        if self.kpe in FP8:
-            return 4
-        return 8 if self.ckv in FP8 else 16
-
-    @property
-    def cut_cost(self) -> int:
-        """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
-        return 4
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that registers and shared memory must leave room for."""
-        return 2 if self.warps == 4 else 1
-
-    @property
-    def smem_bytes(self) -> int:
-        """Size of ``MlaDecodeCta::Smem`` in kernels/mla_decode.cu."""
-        ring = self.stages * self.tokens * (512 * self.ckv.itemsize + 128)
-        weights, maxima = 16 * 128, 16 * self.warps * 4
-        queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
-        keys, scales, item, gates = self.stages * self.warps, 16 * 8, 48 + 8, 2 * 56
-        used = ring + weights + queries + maxima + keys + scales + item + gates + 64  # and padding
-        return int(-(-used // 1024) * 1024)
-
-    @property
-    def template_args(self) -> dict[str, Any]:
-        """Template arguments of ``mla_decode``."""
-        return {
-            "CKV": self.ckv,
-            "KPE": self.kpe,
-            "WARPS": self.warps,
-            "STAGES": self.stages,
-            "HELD": self.held,
-            "MIN_CTAS": self.ctas_per_sm,
-            "ALIGNED": str(self.aligned).lower(),
-        }
-
-
-class MlaDecodeSm90Tile(NamedTuple):
-    """Geometry of one specialisation of ``mla_decode_sm90``: two warpgroups share a tile."""
-
-    ckv: Any  # dtype of both parts of the cache
-    mapped: bool = True  # keys come by tensor maps
-    aligned: bool = True  # latent rows are moved 16 bytes at a time
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel."""
-        return "mla_decode_sm90"
-
-    @property
-    def kpe(self) -> Any:
-        """Dtype of kpe."""
-        return self.ckv
-
-    @property
-    def rows(self) -> int:
-        """Packed query rows."""
-        return 64
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA: two warpgroups that compute, and four warps that load."""
-        return 384
-
-    @property
-    def tokens(self) -> int:
-        """Keys of a step."""
-        return 64
-
-    @property
-    def round_steps(self) -> int:
-        """Steps at whose multiples a tile is cut: one of each warpgroup."""
-        return 2
-
-    @property
-    def cut_cost(self) -> int:
-        """Steps that tiles cut at both ends of a part cost it: states are left and merged."""
-        return 6
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that registers and shared memory must leave room for."""
-        return 1
-
-    @property
-    def smem_bytes(self) -> int:
-        """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
-        tiles, states, barriers, items = 3 * 9 * 8192, 6 * 64 * 4, 23 * 8, 2 * 48 + 2 * 56
-        return int(-(-(tiles + states + barriers + items) // 1024) * 1024)
-
-    @property
-    def template_args(self) -> dict[str, Any]:
-        """Template arguments of ``mla_decode_sm90``."""
-        return {"KV": self.ckv, "MAPPED": str(self.mapped).lower()}
-
-
-LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
+Tile = DecodeTile | PrefillTile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
-# Sizes that prefill_sm90 has tiles for, each exactly; of the last only for ragged keys and logits
-# without a cap, since pages and caps take registers that are not there. None has both a cap and a
-# mask, which are rare together.
-_SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 
 
 def _attention_dims() -> Iterator[tuple[Any, tuple[int, int]]]:
@@ -446,19 +189,6 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
 
 
 @functools.cache
-def sm90_tiles() -> tuple[Sm90Tile, ...]:
-    """Every tile of ``prefill_sm90``."""
-    return tuple(
-        Sm90Tile(dtype, *dims, paged, capped, masked)
-        for dtype in (BFLOAT16, FLOAT16)
-        for dims in _SM90_HEAD_DIMS
-        for paged in (False, True)
-        for capped, masked in ((False, False), (True, False), (False, True))
-        if max(dims) <= 128 or not (paged or capped)
-    )
-
-
-@functools.cache
 def decode_tiles() -> tuple[DecodeTile, ...]:
     """Every tile of ``decode``, those that suit a call better before the others."""
     tiles = []
@@ -472,29 +202,6 @@ def decode_tiles() -> tuple[DecodeTile, ...]:
     return tuple(tiles)
 
 
-# Dtypes of ckv and kpe that attention takes; kpe may stay in 16 bits, where it says more.
-_LATENT_DTYPES: tuple[tuple[Any, Any], ...] = (
-    (BFLOAT16, BFLOAT16),
-    (FLOAT16, FLOAT16),
-    (FLOAT8_E4M3, BFLOAT16),
-    (FLOAT8_E4M3, FLOAT16),
-    (FLOAT8_E4M3, FLOAT8_E4M3),
-)
-
-
-@functools.cache
-def latent_tiles() -> tuple[LatentTile, ...]:
-    """Every tile of attention over latent rows, those that suit a call better before the others."""
-    tiles: list[LatentTile] = []
-    for ckv, kpe in _LATENT_DTYPES:
-        # Eight warps need the shared memory of a data-centre GPU from Hopper on.
-        tiles += [MlaDecodeTile(ckv, kpe, 8, True), MlaDecodeTile(ckv, kpe, 4, True)]
-        tiles.append(MlaDecodeTile(ckv, kpe, 4, False))
-    for dtype in (BFLOAT16, FLOAT16):
-        tiles += [MlaDecodeSm90Tile(dtype, mapped) for mapped in (True, False)]
-    return tuple(tiles)
-
-
 @functools.cache
 def specialisations() -> dict[str, list[dict[str, Any]]]:
     """Every specialisation that may be launched: kernel name -> its sets of template arguments."""
@@ -503,15 +210,11 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "batch_indices_positions": [{}],
         "block_table": [{}],
         "byte_indptr": [{}],
-        "concat_levels": [{}],
         "copy_pages": [{"BYTES": size} for size in (16, 4, 2, 1)],
         "decode": [tile.template_args for tile in decode_tiles()],
         "gather": list(_with_vectors("FROM", "TO", dtypes=ROW_DTYPES)),
         "mask_indptr": [{}],
-        "mask_tiles": [{"BITS": is_bits} for is_bits in ("true", "false")],
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
-        "mla_decode": [t.template_args for t in latent_tiles() if t.kernel == "mla_decode"],
-        "mla_decode_sm90": [t.template_args for t in latent_tiles() if t.kernel != "mla_decode"],
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],
@@ -521,14 +224,8 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
             for fixed in ("true", "false")
         ],
         "prefill_sm80": [tile.template_args for tile in prefill_tiles()],
-        "prefill_sm90": [tile.template_args for tile in sm90_tiles()],
         "segment_packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "seq_lens": [{}],
         "slot_mapping": [{}],
         "token_indptr": [{}],
     }
-
-
-def runs_on(name: str, arch: str) -> bool:
-    """Tell whether an architecture has a kernel's instructions; its name says if only one has."""
-    return "_sm90" not in name or arch == "sm_90a"

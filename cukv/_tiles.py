@@ -1,54 +1,21 @@
-"""Which tiles, and so which kernels, serve an attention call: chosen by sizes, in one place."""
+"""Which tile, and so which kernel, serves an attention call: chosen by sizes, in one place."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from cukv._kernels import arch_of, num_sms, smem_limits
-from cukv._specialisations import (
-    PrefillTile,
-    Sm90Tile,
-    decode_tiles,
-    prefill_tiles,
-    runs_on,
-    sm90_tiles,
-)
+from cukv._kernels import num_sms, smem_limits
+from cukv._specialisations import decode_tiles, prefill_tiles
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._specialisations import DecodeTile, LatentTile, Tile
+    from cukv._specialisations import Tile
 
 _SHORT_TOKENS = 2048  # of a request
-_LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
-_MAX_HEADS_AT_ONCE = 8  # KV heads that prefill_sm90 works on
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
-# So many packed rows, of all requests, are never worth a second launch.
-_FEW_ROWS = 2048
-# A request of so many packed rows or fewer is better off with the tiles of decode, even with two of
-# them: a tile of 128 rows takes the tensor cores longer than two read the same keys.
-_SHORT_ROWS = 32
-_ALL_ROWS = (0, (1 << 31) - 1)
-
-
-class Served(NamedTuple):
-    """A tile, and which requests it serves: those of min_rows to max_rows packed rows."""
-
-    tile: Tile
-    min_rows: int
-    max_rows: int
-
-
-class Grid(NamedTuple):
-    """How a call's work is dealt to CTAs."""
-
-    num_ctas: int
-    num_parts: int  # of the work list, each with an equal share of a KV head's keys
-    heads: int  # KV heads that are worked on at a time
-
-
-def choose_tiles(
+def choose_tile(
     op: str,
     pages: PagePair,
     aligned: bool,
@@ -58,80 +25,20 @@ def choose_tiles(
     num_tokens: int,
     one_row: bool,
     batch_invariant: bool,
-    paged: bool | None,
-) -> tuple[Served, ...]:
-    """Choose a tile by the sizes of a call, or two: for requests of few rows and of many.
+) -> Tile:
+    """Choose a tile by the sizes of a call.
 
-    A batch-invariant one must not depend on the batch. ``paged`` tells of keys and values that
-    tensor maps can read whether they lie in pages; None: they cannot.
+    A batch-invariant one must not depend on the batch.
     """
-    tiles = _fitting(op, pages, aligned, batch_size, num_tokens, batch_invariant)
-
-    # As many rows as the average request has, if a tile holds them.
-    packed = group_size if one_row else -(-num_rows * group_size // batch_size)
-    if batch_invariant and not one_row:
-        packed = 16
-    if one_row or batch_invariant:
-        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
-    if batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
-        return (Served(_on_hopper(_of_rows(tiles, packed), pages, paged), *_ALL_ROWS),)
-    # A long prompt may be among requests of a row or few, whatever the average.
-    few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
-    many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
-    if not (few and many_rows):  # a GPU may have too little shared memory for either
-        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
-    return (
-        Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
-        Served(
-            _on_hopper(_of_rows(many_rows, packed), pages, paged), _SHORT_ROWS + 1, _ALL_ROWS[1]
-        ),
-    )
-
-
-def choose_level_tiles(
-    op: str,
-    pages: PagePair,
-    aligned: bool,
-    num_rows: int,
-    group_size: int,
-    batch_size: int,
-    num_tokens: int,
-    paged: bool | None,
-) -> tuple[Served, Served]:
-    """Choose tiles for what a cascade's leaves share, and for its leaves, whose sizes are given.
-
-    The first serves leaves of many rows too. It has tiles of many rows whatever is shared: with
-    few, a tile of 128 still takes tensor cores no longer than the memory takes for its keys.
-    """
-    sizes = (op, pages, aligned, batch_size, num_tokens)
-    tiles = _fitting(*sizes, batch_invariant=False)
-    few = _fitting(*sizes, batch_invariant=False, most_rows=_SHORT_ROWS)
-    packed = -(-num_rows * group_size // max(batch_size, 1))
-    shared = _on_hopper(_of_rows(tiles, _ALL_ROWS[1]), pages, paged)
-    leaves = _of_rows(few, packed if packed <= _SHORT_ROWS else group_size)
-    return Served(shared, _SHORT_ROWS + 1, _ALL_ROWS[1]), Served(leaves, 0, _SHORT_ROWS)
-
-
-def _fitting(
-    op: str,
-    pages: PagePair,
-    aligned: bool,
-    batch_size: int,
-    num_tokens: int,
-    batch_invariant: bool,
-    most_rows: int = _ALL_ROWS[1],
-) -> list[DecodeTile | PrefillTile]:
-    """Give the portable tiles that a cache's heads fit in, those that suit a call better first."""
     k, v, device = pages.first.array, pages.second.array, pages.first.device
-    every: tuple[DecodeTile | PrefillTile, ...] = (*decode_tiles(), *prefill_tiles())
-    tiles: list[DecodeTile | PrefillTile] = [
+    every: tuple[Tile, ...] = (*decode_tiles(), *prefill_tiles())
+    tiles: list[Tile] = [
         tile
         for tile in every
         if tile.dtype == k.dtype
         and tile.head_dim >= k.shape[3]
         and tile.head_dim_vo >= v.shape[3]
         and tile.aligned == aligned
-        and tile.rows <= most_rows
     ]
     tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
     least = min(tile.smem_bytes for tile in tiles)
@@ -142,60 +49,24 @@ def _fitting(
             f"has {smem_limits(device)[0]}"
         )
 
-    # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
-    # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
-    # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
-    # 480 us for 490; 16 of 8192: the same; 16 of 1024: 21 for 18).
-    tiles_per_sm = batch_size * k.shape[2] / num_sms(device)
-    token_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    bytes_per_sm = num_tokens * token_bytes / num_sms(device)
-    many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
-    if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
-        tiles.reverse()
-    return tiles
-
-
-def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:
-    """Give the first of the narrowest tiles that hold so many packed rows, or of the widest."""
+    # As many rows as the average request has, if a tile holds them.
+    packed = group_size if one_row else -(-num_rows * group_size // batch_size)
+    if batch_invariant and not one_row:
+        packed = 16
     most = max(tile.rows for tile in tiles)
     rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
-    return next(tile for tile in tiles if tile.rows == rows)
+    tiles = [tile for tile in tiles if tile.rows == rows]
+
+    # CTAs of 8 warps merge fewer states. Two of 4 warps per SM lose less at the ends of tiles,
+    # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
+    # us for 204; 128 of 2048: the same).
+    many = batch_size * k.shape[2] > 2 * num_sms(device)
+    if batch_invariant or (many and num_tokens <= _SHORT_TOKENS * batch_size):
+        tiles.reverse()
+    return tiles[0]
 
 
-def _on_hopper(tile: Tile, pages: PagePair, paged: bool | None) -> Tile:
-    """Give Hopper's own tile in place of a portable one, where there is one."""
-    k, v = pages.first.array, pages.second.array
-    if isinstance(tile, PrefillTile) and runs_on("prefill_sm90", arch_of(pages.first.device)):
-        for other in sm90_tiles():
-            sizes = (k.dtype, k.shape[3], v.shape[3], paged, tile.rows)
-            if (*other[:4], other.rows) == sizes:
-                return other
-    return tile
-
-
-def portable_tile(tile: Tile, aligned: bool) -> Tile:
-    """Give a tile that works off the same work list without tensor maps."""
-    return next(
-        other
-        for other in prefill_tiles()
-        if (other.dtype, other.head_dim_vo, other.rows, other.aligned)
-        == (tile.dtype, tile.head_dim_vo, tile.rows, aligned)
-        and other.head_dim >= tile.head_dim
-    )
-
-
-def choose_grid(tile: Tile, num_kv_heads: int, device: int) -> Grid:
-    """Deal work to as many CTAs as run at a time."""
-    num_ctas = num_sms(device) * ctas_per_sm(tile, device)
-    num_parts = max(1, num_ctas // num_kv_heads)
-    if isinstance(tile, Sm90Tile):
-        # Keys of so many heads stay in the L2.
-        heads = max(n for n in range(1, _MAX_HEADS_AT_ONCE + 1) if num_kv_heads % n == 0)
-        return Grid(num_ctas, num_parts, heads)
-    return Grid(num_parts * num_kv_heads, num_parts, num_kv_heads)
-
-
-def ctas_per_sm(tile: Tile | LatentTile, device: int) -> int:
+def ctas_per_sm(tile: Tile, device: int) -> int:
     """CTAs of a tile that an SM holds at a time: as many as were asked for, if they fit."""
     per_cta, per_sm = smem_limits(device)
     if tile.smem_bytes > per_cta:

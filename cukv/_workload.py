@@ -238,14 +238,8 @@ def _length(where: str, name: str, value: object, least: int) -> int:
     return value
 
 
-def built_in(
-    seed: int, count: int, prompt_tokens: int, output_tokens: int, common_tokens: int = 0
-) -> list[Request]:
-    """Make up ``count`` requests of around the given lengths; half start with a shared prompt.
-
-    Before it, all start with ``common_tokens`` that are the same, whole segments of them.
-    """
-    common = common_tokens // SEGMENT
+def built_in(seed: int, count: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
+    """Make up ``count`` requests of around the given lengths; half start with a shared prompt."""
     rng = random.Random(seed)
     requests = []
     for number in range(1, count + 1):
@@ -253,8 +247,8 @@ def built_in(
         output = max(1, round(output_tokens * rng.lognormvariate(0, 0.6)))
         shared = rng.choice([0, 0, 1, 2])  # segments of a system prompt before its own tokens
         where = f"built-in request {number}"
-        ids = tuple(range(common + shared))
-        requests.append(Request(where, len(ids) * SEGMENT + prompt, output, ids))
+        ids = tuple(range(shared))
+        requests.append(Request(where, shared * SEGMENT + prompt, output, ids))
     return requests
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import cupy as cp
 import numpy as np
 
 from cukv import reference
@@ -15,11 +16,11 @@ from cukv._attention import (
     check_queries,
     check_window,
     host_scales,
+    no_kernel,
     plan_key,
     require_plan,
     run_on_host,
 )
-from cukv._cascade import CascadeCall, attend_cascade, plan_cascade
 from cukv._check import check_indptr, match, match_index, values
 from cukv._index import as_index
 from cukv._noun import Noun
@@ -67,10 +68,6 @@ class CascadeLevels(Noun):
     -----
     Layout: FlashInfer, "KV-Cache Layout in FlashInfer", section "Multi-level Cascade Inference
     Data Layout". There a window or a row order is not possible.
-
-    Rows attend level by level, those of a request together: what many requests share is not read
-    again for each of them. ``from_prefixes`` finds what they share in a page table, as far as it
-    pays.
 
     Examples
     --------
@@ -170,8 +167,6 @@ class CascadeLevels(Noun):
             Wrong home, dtype, shape or value.
         """
         op = "CascadeLevels.from_prefixes"
-        if not isinstance(table, PageTable):
-            raise TypeError(f"{op}: table must be a PageTable, got {type(table)}")
         if bytes_per_token <= 0 or (min_saved_bytes is not None and min_saved_bytes < 0):
             raise ValueError(
                 f"{op}: min_saved_bytes must be 0 or more and bytes_per_token more than 0, "
@@ -278,9 +273,7 @@ class CascadeLevels(Noun):
         Returns
         -------
         Plan
-            ``plan.update()`` makes it follow changed contents of the same arrays. On a GPU it holds
-            the partial states of a call: ``rows * num_levels * num_qo_heads * (head_dim_vo + 1)``
-            numbers of float32.
+            ``plan.update()`` makes it follow changed contents of the same arrays.
 
         Raises
         ------
@@ -292,11 +285,10 @@ class CascadeLevels(Noun):
         On the current stream, no synchronisation. Source: as ``attend``.
         """
         op = "CascadeLevels.attend"
-        key = self._check_call(op, q, cache, causal, window_left)
-        if cache._attention is None:
-            return Plan(op, key)
-        call = self._call(op, as_rows(op, "q", q), causal, window_left)
-        return plan_cascade(call, cache._attention, cache.head_dim_vo, key)
+        key, xp = self._check_call(op, q, cache, causal, window_left)
+        if xp is cp:
+            raise no_kernel("CascadeLevels.plan")
+        return Plan(op, key)
 
     def attend(
         self,
@@ -338,7 +330,7 @@ class CascadeLevels(Noun):
             over the concatenation, so that a window may end in any level.
         logits_soft_cap : float
             ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
-        sinks : [num_qo_heads] float16, bfloat16 or float32
+        sinks : [num_qo_heads]
             Natural-log logit per head, not scaled, added once (not per level) to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
             ``q.k`` is times ``q_scale * k_scale``, the output times ``v_scale``.
@@ -356,26 +348,17 @@ class CascadeLevels(Noun):
         o : [nnz, num_qo_heads, head_dim_vo]
             In q's dtype (bfloat16 for fp8 q), in q's order; 0 for a row that sees no key.
         lse : [nnz, num_qo_heads] float32
-            **Base 2**, over the keys of all levels; -inf for a row that sees no key,
-            ``sink * log2(e)`` if it has a sink.
+            **Base 2**, over the keys of all levels; -inf for a row that sees no key.
 
         Raises
         ------
         NotImplementedError
-            What ``PagedKVCache.prefill`` does not take on a GPU.
+            On CuPy arrays, until the kernel exists.
         TypeError, ValueError
-            Wrong home, dtype, shape or option, or a plan made for another call; on a GPU, no plan
-            for a call that is captured into a graph.
-
-        Notes
-        -----
-        On a GPU: two launches on the current stream, whatever the number of levels, and before them
-        those of ``Plan.update`` if there is no plan; no synchronisation. Source:
-        kernels/prefill_sm90.cu, kernels/prefill_sm80.cu, kernels/decode.cu, kernels/plan.cu,
-        kernels/concat_levels.cu.
+            Wrong home, dtype, shape or option, or a plan made for another call.
         """
         op = "CascadeLevels.attend"
-        key = self._check_call(op, q, cache, causal, window_left)
+        key, xp = self._check_call(op, q, cache, causal, window_left)
         require_plan(op, plan, key)
         rows = as_rows(op, "q", q)
         options = check_options(
@@ -388,16 +371,8 @@ class CascadeLevels(Noun):
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
         )
-        if cache._attention is not None:
-            return attend_cascade(
-                self._call(op, rows, causal, window_left),
-                cache._attention,
-                cache.head_dim_vo,
-                (options["sm_scale"], options["logits_soft_cap"], options["sinks"]),
-                (q_scale, k_scale, v_scale),
-                plan,
-                (out, lse, return_lse),
-            )
+        if xp is cp:
+            raise no_kernel(op)
         options |= host_scales(op, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         self.validate(cache.max_num_pages, len(rows))
         k, v = (pages.array for pages in cache._pages)
@@ -414,11 +389,6 @@ class CascadeLevels(Noun):
             return_lse,
         )
 
-    def _call(self, op: str, rows: Array, causal: bool, window_left: int) -> CascadeCall:
-        """Give a checked call to the GPU."""
-        levels = self.qo_indptr, self.tables, self.row_order
-        return CascadeCall(op, rows, *levels, bool(causal), int(window_left))
-
     def _check_call(
         self,
         op: str,
@@ -426,8 +396,8 @@ class CascadeLevels(Noun):
         cache: PagedKVCache,
         causal: bool,
         window_left: int,
-    ) -> tuple[tuple[str, Any], ...]:
-        """Check queries and cache against the levels: what a plan depends on."""
+    ) -> tuple[tuple[tuple[str, Any], ...], Any]:
+        """Check queries and cache against the levels: (what a plan depends on, home)."""
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"{op}: cache must be a PagedKVCache, got {type(cache)}")
         rows = as_rows(op, "q", q)
@@ -446,8 +416,7 @@ class CascadeLevels(Noun):
             causal=bool(causal),
             window_left=check_window(op, window_left),
         )
-        home(op, q=rows, cache=cache.k, levels=self.qo_indptr[0])
-        return key
+        return key, home(op, q=rows, cache=cache.k, levels=self.qo_indptr[0])
 
 
 def _levels_of(op: str, name: str, x: Any) -> tuple[Any, ...]:

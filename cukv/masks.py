@@ -255,7 +255,8 @@ class PackedMask(ArrayNoun):
     @property
     def indptr(self) -> Array:
         """Where each request starts in ``data``, ``[batch_size + 1]``, in bytes."""
-        if (given := given_indptr(self)) is not None:
+        given: Array | None = self._indptr  # type: ignore[attr-defined]
+        if given is not None:
             return given
         op = "PackedMask.indptr"
         elements = _mask_indptr(op, self.qo_indptr, self.kv_indptr)
@@ -291,14 +292,6 @@ class PackedMask(ArrayNoun):
             )
 
 
-def given_indptr(mask: PackedMask) -> Array | None:
-    """Give where requests start as the mask was told, None if it works it out."""
-    return mask._indptr  # type: ignore[attr-defined]
-
-
-Mask = RaggedMask | PackedMask
-
-
 # -------------------------------------------------------------------------------------- operations
 
 
@@ -327,28 +320,19 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     -----
     Current stream, no synchronisation. Source: kernels/packbits.cu.
     """
-    return pack_bits("packbits", x, bitorder)
-
-
-def pack_bits(op: str, x: Array, bitorder: BitOrder, out: Array | None = None) -> Array:
-    """Pack truth values as ``packbits`` does, into ``out [ceil(n / 8)]`` uint8 if it is given."""
+    op = "packbits"
     x, big = as_array(op, "x", x), _is_big(op, bitorder)
     truth_mask = _truth_mask(op, x.dtype)
     if isinstance(x, np.ndarray):
         with np.errstate(invalid="ignore"):  # NaN is True
-            packed = reference.packbits(x, bitorder)
-        if out is None:
-            return packed
-        out[...] = packed
-        return out
+            return reference.packbits(x, bitorder)
     if x.ndim != 1:
         with x.device:
             x = x.reshape(-1)
         keep_for_replays(x)
     match_aligned(op, "x", x)
     size = x.shape[0]
-    if out is None:
-        out = empty(op, (-(-size // 8),), _UINT8, cp, like=x)
+    out = empty(op, (-(-size // 8),), _UINT8, cp, like=x)
     if size == 0:
         return out
     kernel("packbits", x.data.device_id, BYTES=x.itemsize)(

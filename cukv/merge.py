@@ -54,7 +54,7 @@ def merge_states(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, shape, home or device; on NumPy also an lse of +inf or NaN.
+        Wrong dtype, shape, home or device.
 
     Notes
     -----
@@ -107,7 +107,7 @@ def merge_state(
     Raises
     ------
     TypeError, ValueError
-        Wrong dtype, shape, home or device; on NumPy also an lse of +inf or NaN.
+        Wrong dtype, shape, home or device.
 
     Notes
     -----

@@ -9,16 +9,18 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import Array, as_array, as_dtype, empty
-from cukv._attention import check_options, require_plan, run_on_host
-from cukv._check import check_indptr, check_sizes, match, values
-from cukv._latent_attention import (
-    LatentAttention,
-    LatentCall,
-    check_latent_call,
-    check_rotary_queries,
-    latent_scale,
+from cukv._arrays import Array, as_array, as_dtype, empty, home
+from cukv._attention import (
+    check_options,
+    check_queries,
+    host_scales,
+    no_kernel,
+    plan_key,
+    require_plan,
+    run_on_host,
 )
+from cukv._check import check_indptr, match, match_dtype, match_index, values
+from cukv._index import as_index
 from cukv._noun import CacheNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
@@ -67,7 +69,6 @@ class MLAPagedCache(CacheNoun):
     head_dim_kpe: int = 64
 
     _pages: ClassVar[PagePair]  # ckv and kpe seen with one head
-    _attention: ClassVar[LatentAttention | None]  # on a GPU
 
     def __post_init__(self) -> None:
         """Check the structure once, and keep what every launch needs of it."""
@@ -89,12 +90,7 @@ class MLAPagedCache(CacheNoun):
             self._set(data=data)
         axes = ("max_num_pages", "page_size")
         one_head = PagePair.of(op, names, axes, arrays, reasons, lambda array: array[:, :, None])
-        on_gpu = one_head.first.device >= 0
-        self._set(
-            _pages=one_head,
-            _attention=LatentAttention(one_head) if on_gpu else None,
-            head_dim_kpe=int(arrays[1].shape[-1]),
-        )
+        self._set(_pages=one_head, head_dim_kpe=int(arrays[1].shape[-1]))
 
     @classmethod
     def empty(
@@ -125,21 +121,12 @@ class MLAPagedCache(CacheNoun):
 
         Raises
         ------
-        TypeError, ValueError
-            Not a dtype or size that there is.
         CudaUnavailableError
             ``xp`` is ``cupy`` and there is no GPU.
         """
         op = "MLAPagedCache.empty"
         kind = as_dtype(op, "dtype", dtype)
         kpe_kind = kind if kpe_dtype is None else as_dtype(op, "kpe_dtype", kpe_dtype)
-        check_sizes(
-            op,
-            max_num_pages=max_num_pages,
-            page_size=page_size,
-            head_dim_ckv=head_dim_ckv,
-            head_dim_kpe=head_dim_kpe,
-        )
         pages = (max_num_pages, page_size)
         if kpe_kind == kind:
             return cls(empty(op, (*pages, head_dim_ckv + head_dim_kpe), kind, xp), head_dim_kpe)
@@ -309,10 +296,10 @@ class MLAPagedCache(CacheNoun):
         On the current stream, no synchronisation. Source: as ``decode``.
         """
         op = "MLAPagedCache.decode"
-        call = LatentCall.of(op, self._pages, q_nope, qo_indptr, table, causal)
-        if self._attention is not None:
-            return self._attention.plan(call)
-        key, _ = check_latent_call(call, self._pages)
+        q_nope = as_array(op, "q_nope", q_nope)
+        _, key, xp = self._check_call(op, q_nope, table, qo_indptr, causal)
+        if xp is cp:
+            raise no_kernel("MLAPagedCache.plan")
         return Plan(op, key)
 
     def decode(
@@ -347,7 +334,7 @@ class MLAPagedCache(CacheNoun):
         causal : bool
             Aligned to the end of each request.
         ckv_scale, kpe_scale : float, or float32 [1] on the device
-            Factors of stored fp8 parts; must be 1.0 for others.
+            Factors of stored fp8 parts.
         plan : Plan
             Made by ``plan`` for such a call.
         out : [rows, num_qo_heads, head_dim_ckv] float16, bfloat16 or float32
@@ -367,34 +354,28 @@ class MLAPagedCache(CacheNoun):
         Raises
         ------
         NotImplementedError
-            On a GPU: head dims other than 512 and 64, dtypes of ckv and kpe that no kernel takes
-            (the message lists what exists), too little shared memory.
+            On CuPy arrays, until the kernel exists.
         TypeError, ValueError
-            Wrong home, dtype, shape or option, or a plan made for another call; on a GPU, no plan
-            for a call that is captured into a graph.
-
-        Notes
-        -----
-        Current stream, no synchronisation. Pages of whole eights are the fast ones. On
-        Hopper requests of more than 16 packed rows (query rows times heads) have a kernel of their
-        own. Source: kernels/mla_decode.cu, kernels/mla_decode_sm90.cu.
+            Wrong home, dtype, shape or option, or a plan made for another call.
         """
         op = "MLAPagedCache.decode"
+        q_nope, q_pe = as_array(op, "q_nope", q_nope), as_array(op, "q_pe", q_pe)
+        qo_indptr, key, xp = self._check_call(op, q_nope, table, qo_indptr, causal)
+        dims: dict[str, int | None] = {
+            "rows": q_nope.shape[0],
+            "num_qo_heads": q_nope.shape[1],
+            "head_dim_kpe": self.head_dim_kpe,
+        }
+        match(op, "q_pe", q_pe, ("rows", "num_qo_heads", "head_dim_kpe"), dims)
+        match_dtype(op, "q_pe", q_pe, q_nope.dtype)
+        home(op, q_nope=q_nope, q_pe=q_pe)
+        require_plan(op, plan, key)
         if sm_scale is None:
             raise TypeError(f"{op}: sm_scale has no default: it comes from before absorption")
-        call = LatentCall.of(op, self._pages, q_nope, qo_indptr, table, causal)
-        if type(q_pe) is not cp.ndarray:
-            q_pe = as_array(op, "q_pe", q_pe)
-        scales = (ckv_scale, kpe_scale)
-        if self._attention is not None:
-            results = (out, lse, return_lse)
-            return self._attention.attend(call, q_pe, sm_scale, scales, plan, results)
-        key, _ = check_latent_call(call, self._pages)
-        q_nope, qo_indptr = call.q_nope, call.qo_indptr
-        check_rotary_queries(op, q_nope, q_pe, self._pages.second)
-        require_plan(op, plan, key)
         options = check_options(op, self.head_dim_ckv, q_nope.shape[1], sm_scale=sm_scale)
-        factors = [latent_scale(op, *each) for each in zip(self._pages, scales, strict=True)]
+        if xp is cp:
+            raise no_kernel(op)
+        scales = host_scales(op, ckv_scale=ckv_scale, kpe_scale=kpe_scale)
         table.validate(self.max_num_pages)
         if qo_indptr is None:
             qo_indptr = np.arange(table.batch_size + 1)
@@ -413,14 +394,39 @@ class MLAPagedCache(CacheNoun):
                 kpe,
                 *csr,
                 sm_scale=options["sm_scale"],
-                causal=call.causal,
-                ckv_scale=factors[0],
-                kpe_scale=factors[1],
+                causal=causal,
+                ckv_scale=scales["ckv_scale"],
+                kpe_scale=scales["kpe_scale"],
             ),
             out,
             lse,
             return_lse,
         )
+
+    def _check_call(
+        self, op: str, q_nope: Array, table: PageTable, qo_indptr: Array | None, causal: bool
+    ) -> tuple[Array | None, tuple[tuple[str, Any], ...], Any]:
+        """Check queries against cache and table: (qo_indptr, what a plan depends on, home)."""
+        self._pages.check_table(op, table)
+        dims: dict[str, int | None] = {"head_dim_ckv": self.head_dim_ckv}
+        if qo_indptr is None:
+            dims["rows"] = table.batch_size
+        else:
+            qo_indptr = as_index(op, "qo_indptr", qo_indptr, table.indptr)
+            match_index(op, "qo_indptr", qo_indptr, table.batch_size + 1)
+        match(op, "q_nope", q_nope, ("rows", "num_qo_heads", "head_dim_ckv"), dims)
+        check_queries(op, "q_nope", q_nope, self.dtype)
+        ckv = self._pages.first.array
+        xp = home(op, q_nope=q_nope, cache=ckv, table=table.indptr, qo_indptr=qo_indptr)
+        key = plan_key(
+            q_nope,
+            cache=(self.page_size, self.head_dim_kpe, self.dtype.name, self.kpe_dtype.name),
+            batch_size=table.batch_size,
+            indices=len(table.indices),
+            qo_indptr=qo_indptr is not None,
+            causal=bool(causal),
+        )
+        return qo_indptr, key, xp
 
 
 def _as_latent_rows(op: str, name: str, x: Array | RaggedTensor) -> Array:

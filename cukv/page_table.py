@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _pack_table = packer("PageTable")
 _INT32, _INT64 = INDEX_DTYPES
-_ANY = 2**63 - 1  # of indices or rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -130,11 +129,9 @@ class PageTable(Noun):
 
         Raises
         ------
-        TypeError, ValueError
-            Wrong home, dtype or shape; a negative length or too few pages, where the values are on
-            the host; lengths on the device without ``pages`` or ``num_pages``.
-        CudaUnavailableError
-            Sequences alone, ``xp`` is ``cupy`` and there is no GPU.
+        ValueError
+            A negative length or too few pages, where the values are on the host; lengths on the
+            device without ``pages`` or ``num_pages``.
 
         Notes
         -----
@@ -187,8 +184,7 @@ class PageTable(Noun):
         Raises
         ------
         TypeError, ValueError
-            Wrong home, dtype or shape; on NumPy also a length that needs more than ``width`` pages,
-            and a negative page id among those it needs.
+            Wrong dtype or shape; on NumPy also a length that needs more than ``width`` pages.
 
         Notes
         -----
@@ -237,8 +233,7 @@ class PageTable(Noun):
     def seq_lens(self) -> Array:
         """Tokens of each request, ``[batch_size]``, computed from the present contents.
 
-        In the dtype of ``indptr``. On NumPy bad values of the table raise ValueError; on a GPU one
-        launch. Source: kernels/seq_lens.cu.
+        In the dtype of ``indptr``. On a GPU one launch. Source: kernels/seq_lens.cu.
         """
         return self._derive("seq_lens", self.batch_size, self.indptr.dtype)
 
@@ -246,14 +241,12 @@ class PageTable(Noun):
     def token_indptr(self) -> Array:
         """Prefix sum of ``seq_lens``, ``[batch_size + 1]`` int64: what masks and gather take.
 
-        In tokens, from the present contents. On NumPy bad values of the table raise ValueError; on
-        a GPU one launch. Source: kernels/token_indptr.cu.
+        In tokens, from the present contents. On a GPU one launch. Source: kernels/token_indptr.cu.
         """
         return self._derive("token_indptr", self.batch_size + 1, _INT64)
 
     def _derive(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
         if self._home() is np:
-            self._validate_lens(f"PageTable.{name}", _ANY)  # lengths need no ids
             definition = getattr(reference, name)
             found = definition(self.indptr, self.last_page_len, self.page_size)
             return narrow(f"PageTable.{name}", found, dtype)
@@ -373,8 +366,17 @@ class PageTable(Noun):
             Names the request and the value.
         """
         op = "PageTable.validate"
-        pages, counts, last = self._validate_lens(op, len(self.indices))
-        used = values(self.indices)[: pages[-1]]
+        pages, indices = values(self.indptr), values(self.indices)
+        check_indptr(op, "indptr", pages, len(indices), "indices")
+        counts, last = np.diff(pages), values(self.last_page_len)
+        bad = np.flatnonzero((counts > 0) & ((last < 1) | (last > self.page_size)))
+        if len(bad):
+            b = int(bad[0])
+            raise ValueError(
+                f"{op}: last_page_len of request {b} must be 1 to page_size={self.page_size}, "
+                f"got {last[b]}"
+            )
+        used = indices[: pages[-1]]
         high = np.inf if max_num_pages is None else max_num_pages
         bad = np.flatnonzero((used < 0) | (used >= high))
         if len(bad):
@@ -387,28 +389,12 @@ class PageTable(Noun):
         if indptr is not None:
             self._validate_rows(op, values(indptr), counts, last)
 
-    def _validate_lens(
-        self, op: str, num_indices: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Check what lengths are made from: indptr, pages of each request, last_page_len."""
-        pages, last = values(self.indptr), values(self.last_page_len)
-        check_indptr(op, "indptr", pages, num_indices, "indices")
-        counts = np.diff(pages)
-        bad = np.flatnonzero((counts > 0) & ((last < 1) | (last > self.page_size)))
-        if len(bad):
-            b = int(bad[0])
-            raise ValueError(
-                f"{op}: last_page_len of request {b} must be 1 to page_size={self.page_size}, "
-                f"got {last[b]}"
-            )
-        return pages, counts, last
-
     def _validate_rows(
         self, op: str, rows: np.ndarray, counts: np.ndarray, last: np.ndarray
     ) -> None:
-        if len(rows) != len(counts) + 1:
-            raise ValueError(f"{op}: indptr must be [{len(counts) + 1}], got [{len(rows)}]")
-        check_indptr(op, "indptr", rows, _ANY, "rows")
+        if len(rows) != self.batch_size + 1:
+            raise ValueError(f"{op}: indptr must be [{self.batch_size + 1}], got [{len(rows)}]")
+        check_indptr(op, "indptr", rows, np.iinfo(np.int64).max, "rows")
         lens = np.where(counts > 0, (counts - 1) * self.page_size + last, 0)
         check_rows_fit(op, rows, lens)
 

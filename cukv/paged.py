@@ -11,15 +11,17 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import (
+    Mask,
     PagedCall,
     check_options,
     check_paged_call,
     flat_mask,
     host_scales,
+    no_kernel,
     require_plan,
     run_on_host,
 )
-from cukv._check import check_indptr, check_sizes, match, match_dtype
+from cukv._check import check_indptr, match, match_dtype
 from cukv._noun import CacheNoun
 from cukv._paged_attention import PagedAttention
 from cukv._pages import PagePair, as_storage, as_storage_pair
@@ -33,7 +35,6 @@ from cukv.ragged import (
 )
 
 if TYPE_CHECKING:
-    from cukv.masks import Mask
     from cukv.page_table import PageTable
 
 
@@ -137,23 +138,13 @@ class PagedKVCache(CacheNoun):
 
         Raises
         ------
-        TypeError, ValueError
-            Not a dtype, layout or size that there is.
         CudaUnavailableError
             ``xp`` is ``cupy`` and there is no GPU.
         """
         op = "PagedKVCache.empty"
         check_layout(op, layout)
-        kind = as_dtype(op, "dtype", dtype)
-        check_sizes(
-            op,
-            max_num_pages=max_num_pages,
-            page_size=page_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            head_dim_vo=head_dim if head_dim_vo is None else head_dim_vo,
-        )
         token = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+        kind = as_dtype(op, "dtype", dtype)
         if head_dim_vo is None or head_dim_vo == head_dim:
             return cls(empty(op, (max_num_pages, 2, *token, head_dim), kind, xp), layout)
         pair = (empty(op, (max_num_pages, *token, d), kind, xp) for d in (head_dim, head_dim_vo))
@@ -218,9 +209,8 @@ class PagedKVCache(CacheNoun):
         """Write new K and V rows, in place, into pages that ``table`` already owns. One launch.
 
         Where rows go is found from ``indptr``, from ``batch_indices`` and ``positions``, or, with
-        none of them, is the last token of each request in turn: row ``b`` is request ``b``'s, and
-        rows past the last request are padding. A RaggedTensor's own indptr is not consulted: pass
-        it as ``indptr``.
+        none of them, is the last token of each request in turn. A RaggedTensor's own indptr is
+        not consulted: pass it as ``indptr``.
 
         Parameters
         ----------
@@ -342,7 +332,7 @@ class PagedKVCache(CacheNoun):
         table : PageTable
             As in the calls.
         causal, window_left, custom_mask
-            As in the calls; ``decode`` has a window only.
+            As in the calls.
         batch_invariant : bool
             Make a request's bits independent of its batch mates.
 
@@ -360,18 +350,18 @@ class PagedKVCache(CacheNoun):
 
         Notes
         -----
-        One launch on the current stream, two with a mask, no synchronisation. Source:
-        kernels/plan.cu, kernels/mask_tiles.cu.
+        One launch on the current stream, no synchronisation. Source: kernels/plan.cu.
         """
         ragged = isinstance(q, RaggedTensor)
         op = "PagedKVCache.prefill" if ragged else "PagedKVCache.decode"
         rows, qo_indptr = as_rows(op, "q", q), q.indptr if ragged else None
-        if not ragged and (causal or custom_mask is not None):
-            raise ValueError(f"{op}: takes no {'causal' if causal else 'custom_mask'}")
-        call = PagedCall(op, rows, qo_indptr, table, bool(causal), window_left, custom_mask)
-        if self._attention is not None:
+        call = PagedCall(op, rows, qo_indptr, table, bool(causal), window_left)
+        if self._attention is not None and custom_mask is None:
             return self._attention.plan(call, bool(batch_invariant))
-        return Plan(op, check_paged_call(call, self._pages)[0])
+        key, xp = check_paged_call(call, self._pages, custom_mask)
+        if xp is cp:
+            raise no_kernel("PagedKVCache.plan", "custom masks")
+        return Plan(op, key)
 
     def decode(
         self,
@@ -404,7 +394,7 @@ class PagedKVCache(CacheNoun):
             Tokens to the left of the query's own that it sees; -1 is all.
         logits_soft_cap : float
             ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
-        sinks : [num_qo_heads] float16, bfloat16 or float32
+        sinks : [num_qo_heads]
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
             ``q.k`` is times ``q_scale * k_scale``, the output times ``v_scale``.
@@ -423,13 +413,12 @@ class PagedKVCache(CacheNoun):
             In q's dtype (bfloat16 for fp8 q); 0 for a request without tokens.
         lse : [batch_size, num_qo_heads] float32
             **Base 2**: ``log2(sum(2 ** (logits * log2(e))))``; -inf without tokens.
-            A sink counts as a token without a value: alone it gives ``sink * log2(e)``.
 
         Raises
         ------
         NotImplementedError
             On a GPU: a float32 cache; a head_dim or head_dim_vo that is not a multiple of 8 up to
-            256, or needs more shared memory than this GPU has.
+            256.
         TypeError, ValueError
             Wrong home, dtype, shape, option, or a plan made for another call; on a GPU, no plan
             for a call that is captured into a graph.
@@ -491,32 +480,29 @@ return_lse
         o : [nnz, num_qo_heads, head_dim_vo]
             0 for a row that sees no key.
         lse : [nnz, num_qo_heads] float32
-            Base 2; -inf for a row that sees no key, ``sink * log2(e)`` if it has a sink.
+            Base 2; -inf for a row that sees no key.
 
         Raises
         ------
         NotImplementedError
-            On a GPU: what ``decode`` does not take there.
+            On a GPU: a custom mask, and what ``decode`` does not take there.
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask; on a
-            GPU, no plan for a call that is captured into a graph.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call; on a GPU, no
+            plan for a call that is captured into a graph.
 
         Notes
         -----
-        Current stream, no synchronisation. A call without ``plan`` makes one: one more launch, two
-        with a mask, and memory for its work. A plan holds the bits of its mask. Requests of few
-        query rows and of many are served by different kernels. Source: kernels/decode.cu,
-        kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu, kernels/mask_tiles.cu.
+        Current stream, no synchronisation. A call without ``plan`` makes one: one more launch and
+        memory for its work. Source: kernels/decode.cu, kernels/prefill_sm80.cu, kernels/plan.cu.
         """
         op = "PagedKVCache.prefill"
         require_ragged(op, q=q)
-        attend = self._attend_on_host if self._attention is None else self._attention.attend
-        return attend(
-            PagedCall(op, q.rows, q.indptr, table, bool(causal), window_left, custom_mask),
-            (sm_scale, logits_soft_cap, sinks),
-            (q_scale, k_scale, v_scale),
-            plan,
-            (out, lse, return_lse),
+        call = PagedCall(op, q.rows, q.indptr, table, bool(causal), window_left)
+        logits, scales = (sm_scale, logits_soft_cap, sinks), (q_scale, k_scale, v_scale)
+        if self._attention is not None and custom_mask is None:
+            return self._attention.attend(call, logits, scales, plan, (out, lse, return_lse))
+        return self._attend_on_host(
+            call, logits, scales, plan, (out, lse, return_lse), custom_mask=custom_mask
         )
 
     def _attend_on_host(
@@ -526,10 +512,11 @@ return_lse
         scales: tuple[Any, Any, Any],
         plan: Plan | None,
         results: tuple[Any, Any, bool],
+        custom_mask: Mask | None = None,
     ) -> Any:
-        """Attend by the definition: ``PagedAttention.attend`` on NumPy arrays."""
-        op, q, qo_indptr, table, causal, window_left, custom_mask, _ = call
-        key, _ = check_paged_call(call, self._pages)
+        """Attend by the definition: ``PagedAttention.attend`` on NumPy arrays, and with a mask."""
+        op, q, qo_indptr, table, causal, window_left = call
+        key, xp = check_paged_call(call, self._pages, custom_mask)
         require_plan(op, plan, key)
         options = check_options(
             op,
@@ -541,6 +528,8 @@ return_lse
             sinks=logits[2],
             like=q,
         )
+        if xp is cp:
+            raise no_kernel(op, "custom masks")
         options |= host_scales(op, q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
         table.validate(self.max_num_pages)
         if qo_indptr is None:

@@ -36,8 +36,7 @@ def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> 
     Raises
     ------
     TypeError, ValueError
-        Wrong home, dtype or shape; on NumPy also a request with more rows than tokens, and more
-        rows than ``nnz``.
+        Wrong home, dtype or shape; on NumPy also a request with more rows than tokens.
 
     Notes
     -----

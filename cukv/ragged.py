@@ -11,6 +11,7 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, concatenate, home
 from cukv._attention import (
+    Mask,
     PagedCall,
     check_heads,
     check_mask,
@@ -19,6 +20,7 @@ from cukv._attention import (
     check_window,
     flat_mask,
     host_scales,
+    no_kernel,
     plan_key,
     require_plan,
     run_on_host,
@@ -27,12 +29,10 @@ from cukv._check import bits_hint, check_indptr, match, match_dtype, match_index
 from cukv._index import as_index
 from cukv._noun import ArrayNoun
 from cukv._plan import Plan
-from cukv._ragged_pages import checked_pages, ragged_pages
+from cukv._ragged_pages import ragged_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from cukv.masks import Mask
 
 LAYOUTS = ("NHD", "HND")
 
@@ -210,7 +210,6 @@ class RaggedTensor(ArrayNoun):
     def plan(
         self,
         k: RaggedTensor,
-        v: RaggedTensor | None = None,
         *,
         causal: bool = False,
         window_left: int = -1,
@@ -223,9 +222,6 @@ class RaggedTensor(ArrayNoun):
         ----------
         k : RaggedTensor
             As in the calls that the plan serves.
-        v : RaggedTensor, optional
-            Likewise. By default values are taken to be as wide as keys, and narrower ones are
-            served too, maybe not by the fastest kernel there is for them.
         causal, window_left, custom_mask
             As in the calls.
         batch_invariant : bool
@@ -239,22 +235,22 @@ class RaggedTensor(ArrayNoun):
         Raises
         ------
         NotImplementedError
-            On a GPU: what ``prefill`` does not take.
+            On a GPU: a custom mask, or what ``prefill`` does not take.
         TypeError, ValueError
             As ``prefill``.
 
         Notes
         -----
-        On a GPU: one launch on the current stream, two with a mask, no synchronisation. Source:
-        kernels/plan.cu, kernels/mask_tiles.cu.
+        On a GPU: one launch on the current stream, no synchronisation. Source: kernels/plan.cu.
         """
         op = "RaggedTensor.prefill"
-        key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
+        key, xp = self._check_call(op, k, None, causal, window_left, custom_mask)
         if xp is np:
             return Plan(op, key)
-        pages = ragged_pages(op, k, k if v is None else v)
-        sides = self.rows, self.indptr, pages.table
-        call = PagedCall(op, *sides, bool(causal), window_left, custom_mask)
+        if custom_mask is not None:
+            raise no_kernel("RaggedTensor.plan", "custom masks")
+        pages = ragged_pages(op, k, k)
+        call = PagedCall(op, self.rows, self.indptr, pages.table, bool(causal), window_left)
         return pages.attention.plan(call, bool(batch_invariant))
 
     def prefill(
@@ -293,7 +289,7 @@ class RaggedTensor(ArrayNoun):
             Tokens to the left of ``i + kv_len - qo_len`` that query ``i`` sees; -1 is all.
         logits_soft_cap : float
             ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
-        sinks : [num_qo_heads] float16, bfloat16 or float32
+        sinks : [num_qo_heads]
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
             ``q.k`` is times ``q_scale * k_scale``, the output times ``v_scale``.
@@ -311,37 +307,31 @@ class RaggedTensor(ArrayNoun):
         o : [nnz, num_qo_heads, head_dim_vo]
             In q's dtype (bfloat16 for fp8 q); 0 for a row that sees no key.
         lse : [nnz, num_qo_heads] float32
-            **Base 2**; -inf for a row that sees no key, ``sink * log2(e)`` if it has a sink.
+            **Base 2**; -inf for a row that sees no key.
 
         Raises
         ------
         NotImplementedError
-            On a GPU: float32 keys, a head_dim that is no multiple of 8 up to 256, a plan whose
-            tiles are too narrow for v (where ``head_dim_vo`` exceeds ``head_dim``).
+            On a GPU: a custom mask, float32 keys, a head_dim that is no multiple of 8 up to 256, a
+            plan whose tiles are too narrow for v (where ``head_dim_vo`` exceeds ``head_dim``).
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask; on a
-            GPU, no plan for a call that is captured into a graph.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call.
 
         Notes
         -----
         On a GPU: current stream, no synchronisation; without ``plan`` each call plans by one more
-        launch, two with a mask, and raises while the stream is captured. A plan holds the bits of
-        its mask. Unequal indptrs of k and v raise on NumPy only; on a GPU k's counts. Source:
-        kernels/decode.cu, kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu,
-        kernels/mask_tiles.cu.
+        launch, and raises while the stream is captured. Unequal indptrs of k and v raise on NumPy
+        only; on a GPU k's counts. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
+        kernels/plan.cu.
         """
         op = "RaggedTensor.prefill"
-        require_ragged(op, k=k, v=v)
-        pages = checked_pages(k, v, self.rows, self.indptr)
-        if pages is None:
-            key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
-            if xp is cp:
-                pages = ragged_pages(op, k, v)
-                pages.remember(self.rows, self.indptr)
-        if pages is not None:
-            sides = self.rows, self.indptr, pages.table
+        key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
+        if xp is cp:
+            if custom_mask is not None:
+                raise no_kernel(op, "custom masks")
+            pages = ragged_pages(op, k, v)
             return pages.attention.attend(
-                PagedCall(op, *sides, bool(causal), window_left, custom_mask),
+                PagedCall(op, self.rows, self.indptr, pages.table, bool(causal), window_left),
                 (sm_scale, logits_soft_cap, sinks),
                 (q_scale, k_scale, v_scale),
                 plan,

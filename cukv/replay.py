@@ -46,7 +46,6 @@ class Options:
     """What the command line says; None is for a default that fits the device and the model."""
 
     trace: Path | None = None
-    common_prompt: int = 0
     requests: int | None = None
     steps: int | None = None
     model: str | None = None
@@ -117,13 +116,10 @@ def default_size(xp: Any, model: str) -> Size:
 
 def read_requests(options: Options, size: Size) -> tuple[list[Request], int]:
     """Return the requests to replay, and how many the workload holds."""
-    count, common = options.requests or size.requests, options.common_prompt
-    if common % SEGMENT or (common and options.trace is not None):
-        what = "is for the built-in workload" if options.trace else f"must be in {SEGMENT}s"
-        raise ReplayError(f"--common-prompt: {what}, got {common}")
+    count = options.requests or size.requests
     if options.trace is not None:
         return read_trace(options.trace, count)
-    return built_in(options.seed, count, size.prompt_tokens, size.output_tokens, common), count
+    return built_in(options.seed, count, size.prompt_tokens, size.output_tokens), count
 
 
 def build(
@@ -179,7 +175,7 @@ def run(engine: Engine, steps: int) -> float:
 
 # Timing
 
-OPERATIONS = ("append", "plan", "decode", "cascade", "prefill", "gather")
+OPERATIONS = ("append", "plan", "decode", "prefill", "gather")
 SPACER_BYTES = 2**27  # more than an L2 holds, and longer to fill than a launch takes the host
 
 
@@ -283,8 +279,6 @@ def heading(
         why = "as asked" if options.device else "no GPU was found"
         device = f"on NumPy, in float64 ({why}): a small size, which --requests and --steps change"
     what = options.trace or f"the built-in workload, seed {options.seed}"
-    if options.common_prompt:
-        what = f"{what}, a common prompt of {options.common_prompt:,} tokens"
     pages, limits = engine.scheduler.capacity, engine.scheduler.limits
     gigabytes = pages * layers.page_size * model.token_bytes * len(layers.caches) / 1e9
     size = f"{gigabytes:,.1f} GB" if gigabytes > 1 else f"{1e3 * gigabytes:,.1f} MB"
@@ -328,25 +322,13 @@ def summary(engine: Engine, seconds: float) -> str:
     if not scheduler.shares:
         reference_note = f"none by reference: {SEGMENT} tokens are not whole pages"
     bits = [f"{checks['rows']:,} gathered rows bit for bit"]
-    attention = ("decode", "cascade", "prefill")
-    bits += [f"{checks[name]:,} {name} rows" for name in attention if checks[name]]
+    bits += [f"{checks[name]:,} {name} rows" for name in ("decode", "prefill") if checks[name]]
     tolerance = f"2^{math.log2(TOLERANCE[engine.layers.model.dtype]):.0f} * (1 + |o|)"
     within = f" within {tolerance} of the float64 definition" if len(bits) > 1 else ""
     lines = [
         counts,
         f"{engine.rows:,} tokens appended per layer, {reference_note}",
-        sharing(engine),
         f"{scheduler.most_pages:,} of {scheduler.capacity:,} pages in use at most, all returned",
         f"checked: {', '.join(bits)}{within}",
     ]
     return "\n".join(lines)
-
-
-def sharing(engine: Engine) -> str:
-    """Say what cascades over shared pages saved of decoding's reads."""
-    decoded = engine.decoded
-    note = f"{decoded['cascades']:,} of {decoded['steps']:,} decode steps were cascades"
-    if decoded["saved"]:
-        share = decoded["saved"] / decoded["bytes"]
-        note += f", which saved {decoded['saved'] / 1e9:,.3f} GB of keys and values, {share:.1%}"
-    return note

@@ -4,8 +4,7 @@
 //   positions[t]     = t + seq_lens[b] - append_indptr[b + 1]
 //
 // Rows at or past append_indptr[-1] get request -1 and position 0. One warp per row.
-// Host: cukv/positions.py batch_indices_positions
-// Reference: cukv/reference.py batch_indices_positions
+// Host: cukv/positions.py batch_indices_positions  Reference: cukv/reference.py batch_indices_positions
 #include "common/index.cuh"
 
 namespace cukv {

@@ -16,7 +16,7 @@
 #include "common/kv_ring.cuh"
 #include "common/logits.cuh"
 #include "common/slots.cuh"
-#include "common/warp_states.cuh"
+#include "common/warp_state.cuh"
 
 namespace cukv {
 
@@ -36,45 +36,36 @@ template <
     bool ALIGNED>
 struct DecodeCta {
     static constexpr int THREADS = WARPS * WARP_SIZE;
-    // There are registers for the queries of this item, and for those of the next on their way.
-    static constexpr bool Q_STAYS = ROWS <= 16 && HEAD_DIM_QK <= 128, Q_AHEAD = HEAD_DIM_QK <= 128;
+    static constexpr bool Q_STAYS = ROWS <= 16 && HEAD_DIM_QK <= 128;  // there are registers for it
 
     static_assert((WARPS & (WARPS - 1)) == 0, "steps are dealt round robin");
 
-    using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS>;
-    // Rows beyond a tile read the same keys again.
-    static constexpr bool EVICT_FIRST = ROWS <= 16;
-    using Loader = KvLoader<Ring, ALIGNED, EVICT_FIRST, DecodeParams>;
+    using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, 1>;
+    using Loader = KvLoader<Ring, ALIGNED, DecodeParams>;
     using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
-    using Operands = SwappedQueries<KV, HEAD_DIM_QK, ROWS, Q_STAYS>;
-    using Scores = SwappedScores<ROWS, TOKENS>;
-    using Warp = SwappedState<KV, ROWS, HEAD_DIM_VO>;
+    using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, ROWS, Q_STAYS>;
+    static constexpr int M_TILES = Fragments::M_TILES, HALVES = Fragments::HALVES;
+    using Scores = float[M_TILES][TOKENS / 8][2 * HALVES];
+    using Warp = WarpState<M_TILES, HALVES, HEAD_DIM_VO / 8>;
 
     // Buffers begin at multiples of 1024 bytes: with 16 the copies into them lose 10 % and more.
     struct Smem {
         alignas(1024) typename Ring::Buffers ring[WARPS];
         WarpStates<WARPS, ROWS, HEAD_DIM_VO> states;
         QueryTile<KV, HEAD_DIM_QK, ROWS> q[2];  // of this item and of the next
-        typename Ring::RowStarts rows[WARPS];
         typename Ring::Keys keys[WARPS];
         int32_t last;  // whether this CTA has the last ticket
     };
 
-    // Stores four results of a row, and with the first its lse; before, adds what the launch before
-    // has left of the row.
+    // Stores four results of a row, and with the first its lse.
     static __device__ __forceinline__ void finish(
         const DecodeParams& p,
-        State<1, 4> state,
+        const State<1, 4>& state,
         const Item& item,
         int kv_head,
         int row,
         int feat) {
         const PackedRow at(p.group, item, kv_head, row);
-        if (p.levels.given()) {
-            p.levels.add_to(
-                state, at, item.is_left ? 0 : 1, p.work.num_kv_heads * p.group.divisor,
-                p.head_dim_vo, feat);
-        }
         const RowResult<DecodeParams> result(p, at, state.m, state.d);
         result.store(state.o[0], feat);
         if (feat == 0) {
@@ -95,13 +86,10 @@ struct DecodeCta {
         }
     }
 
-    // Ends an item whose warps' states are in shared memory: finishes the tile if the item is all
-    // of it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
+    // Ends an item whose warps' states are in shared memory: finishes the tile if the item is all of
+    // it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
     static __device__ __forceinline__ void finish_item(
         const DecodeParams& p, Smem& smem, const Item& item, int kv_head, int first_warp) {
-        if (p.levels.given()) {
-            griddepcontrol_wait();
-        }
         if (item.first_slot < 0) {
             each_vector(p, item, [&](int row, int feat) {
                 finish(p, smem.states.merge(row, feat, first_warp), item, kv_head, row, feat);
@@ -144,29 +132,19 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     const int warp_idx = threadIdx.x / WARP_SIZE;
     auto& ring = smem.ring[warp_idx];
 
-    // 1 the CTA's part, and its first keys and queries on their way; keys into the L2 even before
-    //   earlier launches have ended. The launch that leaves states for this one begins when all
-    //   before it have ended: it is waited for where its states are needed.
+    // 1 the CTA's part, and its first keys and queries on their way
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
-    if constexpr (ALIGNED) {
-        prefetch_first_keys<Ring>(p, part, kv_head);
-    }
-    if (!p.levels.given()) {
-        griddepcontrol_wait();
-    }
-    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     Item item = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
-        griddepcontrol_wait();  // so that this launch ends after all before it
         return;
     }
     if (p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
         zero_buffers(ring);
     }
-    typename Cta::Loader loader(
-        p, ring, smem.keys[warp_idx], smem.rows[warp_idx], kv_head, item, first_item, end_item);
+    typename Cta::Loader loader(p, ring, smem.keys[warp_idx], kv_head, item, first_item, end_item);
     typename Cta::Queries queries;
     queries.load(p, item, kv_head);
 #pragma unroll 1
@@ -182,14 +160,16 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
         // 2 this item's queries, and the next one's on their way
         const int q_buffer = item_idx & 1;
-        const typename Cta::Operands operands(smem.q[q_buffer]);
+        const typename Cta::Fragments fragments(smem.q[q_buffer], 0);
         const bool has_next = item_idx + 1 < end_item;
-        if (has_next && Cta::Q_AHEAD) {
+        if (has_next) {
             queries.load(p, p.work.items[item_idx + 1], kv_head);
         }
 
         // 3 this warp's steps
         const Sight sight(p, item);
+        float scales[Cta::M_TILES][Cta::HALVES];
+        logits.row_scales(scales, smem.q[q_buffer], 0);
         typename Cta::Warp warp;
         const int32_t steps = num_steps<TOKENS>(item);
 #pragma unroll 1
@@ -197,27 +177,28 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             cp_async_wait_group<STAGES - 1>();
             __syncwarp();  // the other lanes' copies have landed too
             const uint32_t k_smem = smem_address(ring[stage]), v_smem = k_smem + Ring::V_OFFSET;
-            typename Cta::Scores s;
-            multiply_keys<KV, Ring::K_ROW_BYTES>(s, operands, k_smem);
+            typename Cta::Scores s = {};
+            multiply_keys<KV, Ring::K_ROW_BYTES>(s, fragments, k_smem);
             // Not behind the branch of the cap, where they would take 8 registers more:
             const int32_t token = item.first_token + step * TOKENS;
             const typename Ring::KeyBits keys = smem.keys[warp_idx][stage];
-            float scales[ROWS / 8][2];  // of fp8 read anew: registers are short
-            logits.row_scales(scales, smem.q[q_buffer], swapped_row);
             logits.apply(s, scales);
             sight.mask(p, s, token, keys);
-            multiply_values<KV, Ring::V_ROW_BYTES>(warp.o, warp.weigh(s), v_smem);
+            warp.weigh(s);
+            multiply_values<KV, Ring::V_ROW_BYTES>(warp.o, s, v_smem);
+            __syncwarp();  // the buffer has been read
             loader.issue(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
 
+        if (!has_next) {
+            griddepcontrol_launch_dependents();
+        }
+
         // 4 one state of all warps, and the result if no other CTA has more of the tile
         __syncthreads();  // the states of the item before have been read
-        smem.states.store(warp);
+        smem.states.template store<KV>(warp);
         if (has_next) {
-            if (!Cta::Q_AHEAD) {
-                queries.load(p, p.work.items[item_idx + 1], kv_head);
-            }
             queries.store(smem.q[q_buffer ^ 1], p.q_rows.kind);
         }
         __syncthreads();  // states and queries are there

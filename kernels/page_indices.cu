@@ -3,8 +3,7 @@
 //   indices[indptr[b] + i] = block_table[b, i]  for i < indptr[b + 1] - indptr[b],  -1 past the end
 //
 // One thread per entry of `indices`, which finds its request in indptr. Bound by launch.
-// Host: cukv/page_table.py PageTable.from_block_table
-// Reference: cukv/reference.py page_indices
+// Host: cukv/page_table.py PageTable.from_block_table       Reference: cukv/reference.py page_indices
 #include "common/index.cuh"
 
 namespace cukv {

@@ -5,70 +5,87 @@
 //   part g begins where the sum of costs reaches g * share, moved to a whole round of steps
 //
 // So every part has an equal share, and a tile is cut only where a part begins inside it: item
-// (tile, part) is items[tile + part]. Where parts of as many whole tiles take no longer than parts
-// of an even share with its cuts, the share is that many tiles. With fixed_item_tokens a tile is
-// cut at multiples of it instead, whatever else is in the batch, and a part begins with the item
-// that it falls into. A team of threads owns a request, a thread of it a run of the request's
-// tiles. Every CTA sums the costs of all requests before its own by itself, so that CTAs need not
-// wait for each other. Bound by latency. There may be two lists, of kernels that serve requests of
-// few rows and of many, or, of a cascade, whose levels are one batch (kernels/concat_levels.cu), of
-// the leaves and of what they share; half of the CTAs make each. Under a custom mask a tile's keys
-// are those that kernels/mask_tiles.cu has listed. Any contents of the index arrays are safe: pages
-// outside `indices`, rows outside q name nothing.
+// (tile, part) is items[tile + part]. With fixed_item_tokens a tile is cut at multiples of it
+// instead, whatever else is in the batch, and a part begins with the item that it falls into.
+// A thread owns a request. Every CTA sums the costs of all requests before its own by itself, so
+// that CTAs need not wait for each other. Bound by latency.
+// Any contents of the index arrays are safe: pages outside `indices`, rows outside q name nothing.
 // Host: cukv/_plan.py Plan.update       Reference: cukv/reference.py prefill
 #include "common/ptx.cuh"
 #include "common/scan.cuh"
-#include "common/tiles.cuh"
-#include "common/window.cuh"
+#include "common/work.cuh"
 
 namespace cukv {
 
 struct PlanParams {
     PageTable table;
     Index qo_indptr;  // [batch_size + 1] rows of q, or not given: one row per request
-    TileList first;
-    TileList second;
-    const int32_t* first_seen;  // [num_q_rows], see common/window.cuh, or null
-    Divisor group;              // by group_size
+    WorkList work;
+    Divisor group;          // by group_size
+    Divisor rows_per_tile;  // packed rows
     int32_t num_q_rows;
-    int32_t num_ctas;   // of a list
-    int32_t team_bits;  // log2 of the threads of a request
+    int32_t step_bits;   // log2 of the tokens of a warp's step
+    int32_t round_bits;  // log2 of the steps that a CTA's warps take side by side
+    int32_t item_cost;   // steps that an item costs beside its keys
+    int32_t cost_bits;   // log2 of the steps of a unit of cost
+    int32_t reserved;
+    int32_t fixed_item_tokens;  // where items are fixed
+    int32_t max_fixed_items;    // of a request, where items are fixed
     int32_t causal;
     int32_t window_left;  // -1: off
 };
 
 static_assert(sizeof(PlanParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
-constexpr int64_t MAX_COST = 1 << 30;  // of all tiles; the host makes units large enough
+constexpr int64_t MAX_TOKENS = 1 << 30;  // of a request
+constexpr int64_t MAX_COST = 1 << 30;    // of all tiles; the host makes units large enough
+
+__device__ __forceinline__ int32_t clamp(int64_t x, int32_t low, int32_t high) {
+    return static_cast<int32_t>(min(max(x, int64_t{low}), int64_t{high}));
+}
+
+// A request's rows and keys as the work list may name them: inside q and `indices`. ONE_TILE: no
+// request has more than one tile. One without rows has one too, without rows.
+template <bool ONE_TILE>
+struct RequestRows {
+    int32_t first_page;
+    int32_t first_q_row;
+    int32_t kv_len;
+    int32_t qo_len;
+    int32_t packed_rows;
+    int32_t num_tiles;
+
+    __device__ __forceinline__ RequestRows(const PlanParams& p, int32_t request_idx) {
+        const int32_t num_indices = static_cast<int32_t>(p.table.indices.size);
+        first_page = clamp(p.table.indptr[request_idx], 0, num_indices);
+        const int64_t full_pages =
+            clamp(p.table.indptr[request_idx + 1], first_page, num_indices) - first_page - 1;
+        const int32_t page_size = p.table.page_divisor.divisor;
+        const Index& lens = p.table.last_page_len;  // not given: last pages are full
+        const int32_t last = lens.given() ? clamp(lens[request_idx], 0, page_size) : page_size;
+        kv_len = full_pages < 0 ? 0 : min(full_pages * p.table.page_size + last, MAX_TOKENS);
+        first_q_row = request_idx;
+        qo_len = 1;
+        if (p.qo_indptr.given()) {
+            first_q_row = clamp(p.qo_indptr[request_idx], 0, p.num_q_rows);
+            qo_len = clamp(p.qo_indptr[request_idx + 1], first_q_row, p.num_q_rows) - first_q_row;
+        }
+        packed_rows = qo_len * p.group.divisor;
+        num_tiles =
+            ONE_TILE ? 1
+                     : max(1, p.rows_per_tile.quotient(packed_rows + p.rows_per_tile.divisor - 1));
+    }
+};
 
 // Units of cost of so many steps.
-__device__ __forceinline__ int32_t units(const TileList& list, int32_t steps) {
-    return (steps + (1 << list.cost_bits) - 1) >> list.cost_bits;
+__device__ __forceinline__ int32_t units(const PlanParams& p, int32_t steps) {
+    return (steps + (1 << p.cost_bits) - 1) >> p.cost_bits;
 }
 
 // So much before its end no part begins in a tile: half a round, and what rounding up may add.
-__device__ __forceinline__ int32_t half_cost(const TileList& list) {
-    return units(list, (1 << list.round_bits >> 1) + (1 << list.cost_bits) - 1);
+__device__ __forceinline__ int32_t half_cost(const PlanParams& p) {
+    return units(p, (1 << p.round_bits >> 1) + (1 << p.cost_bits) - 1);
 }
-
-// A thread's run of the tiles of its request.
-template <bool ONE_TILE>
-struct Run {
-    RequestRows<ONE_TILE> rows;
-    int32_t first_tile, end_tile;
-    int32_t first_mask_tile;
-
-    // Of thread `thread_idx` of all; teams are neighbours.
-    __device__ __forceinline__ Run(const PlanParams& p, const TileList& list, int32_t thread_idx)
-        : rows(p, list, thread_idx >> p.team_bits) {
-        const int32_t mate = thread_idx & ((1 << p.team_bits) - 1);
-        const int32_t share = (rows.num_tiles + (1 << p.team_bits) - 1) >> p.team_bits;
-        first_tile = min(mate * share, rows.num_tiles);
-        end_tile = min(first_tile + share, rows.num_tiles);
-        first_mask_tile =
-            list.work.mask.first_tile(thread_idx >> p.team_bits, rows.first_q_row, p.group.divisor);
-    }
-};
 
 // Rows of a tile, and the keys that some of them see.
 struct Tile {
@@ -76,36 +93,26 @@ struct Tile {
     int32_t num_rows;
     int32_t first_token;
     int32_t num_tokens;
-    int32_t mask_entry;
 
     template <bool ONE_TILE>
     __device__ __forceinline__
-    Tile(const PlanParams& p, const TileList& list, const Run<ONE_TILE>& run, int32_t tile_idx) {
-        const RequestRows<ONE_TILE>& rows = run.rows;
-        first_row = tile_idx << list.row_bits;
-        num_rows = min(list.rows_per_tile(), rows.packed_rows - first_row);
-        mask_entry = !ONE_TILE && rows.leaves_keys(list);
-        if (!ONE_TILE && list.work.mask.given()) {
-            const MaskTile tile = list.work.mask.tiles[run.first_mask_tile + tile_idx];
-            mask_entry = tile.first_entry;
-            first_token = 0;
-            num_tokens = tile.num_tokens;
-            return;
-        }
+    Tile(const PlanParams& p, const RequestRows<ONE_TILE>& rows, int32_t tile_idx) {
+        const int32_t rows_per_tile = p.rows_per_tile.divisor;
+        first_row = tile_idx * rows_per_tile;
+        num_rows = min(rows_per_tile, rows.packed_rows - first_row);
+        const int32_t diagonal = rows.kv_len - rows.qo_len;  // position of the first query
         const int32_t first_q = p.group.quotient(first_row);
         const int32_t last_q = num_rows > 0 ? p.group.quotient(first_row + num_rows - 1) : -1;
-        const int32_t first = SeenFrom(p, rows.first_q_row, rows.diagonal, first_q, last_q).least;
-        const int32_t end = p.causal ? min(rows.diagonal + last_q + 1, rows.kv_len) : rows.kv_len;
+        const int32_t first = p.window_left < 0 ? 0 : diagonal + first_q - p.window_left;
+        const int32_t end = p.causal ? diagonal + last_q + 1 : rows.kv_len;
         first_token = min(max(first, 0), rows.kv_len);
         num_tokens = num_rows > 0 ? max(end - first_token, 0) : 0;
     }
 
     // At least half a round, so that no part begins less than that before two tiles.
-    __device__ __forceinline__ int32_t cost(const TileList& list) const {
-        const int32_t steps = (num_tokens + (1 << list.step_bits) - 1) >> list.step_bits;
-        return max(
-            units(list, list.item_cost + steps),
-            half_cost(list) + (list.item_cost >> list.cost_bits));
+    __device__ __forceinline__ int32_t cost(const PlanParams& p) const {
+        const int32_t steps = (num_tokens + (1 << p.step_bits) - 1) >> p.step_bits;
+        return max(units(p, p.item_cost + steps), half_cost(p) + (p.item_cost >> p.cost_bits));
     }
 };
 
@@ -115,11 +122,11 @@ struct FixedItems {
     int32_t num;
 
     __device__ __forceinline__
-    FixedItems(const TileList& list, const Tile& tile, int32_t num_tiles) {
-        const int32_t round = 1 << (list.round_bits + list.step_bits);
-        const int32_t most = max(list.max_fixed_items / num_tiles, 1);
+    FixedItems(const PlanParams& p, const Tile& tile, int32_t num_tiles) {
+        const int32_t round = 1 << (p.round_bits + p.step_bits);
+        const int32_t most = max(p.max_fixed_items / num_tiles, 1);
         const int32_t least = (tile.num_tokens + most - 1) / most;
-        tokens = max((least + round - 1) & -round, list.fixed_item_tokens);
+        tokens = max((least + round - 1) & -round, p.fixed_item_tokens);
         num = max((tile.num_tokens + tokens - 1) / tokens, 1);
     }
 };
@@ -128,32 +135,28 @@ struct FixedItems {
 template <bool ONE_TILE, bool FIXED>
 struct Taken {
     int64_t cost = 0;
-    int32_t largest = 0;  // of a tile; of this thread's only
     int64_t tiles = 0;
     int64_t fixed_items = 0;
     int64_t fixed_slots = 0;
 
-    __device__ __forceinline__ void add(const TileList& list, const Tile& tile, int32_t num_tiles) {
-        const int32_t own_cost = tile.cost(list);
-        cost += own_cost;
-        largest = max(largest, own_cost);
+    __device__ __forceinline__ void add(const PlanParams& p, const Tile& tile, int32_t num_tiles) {
+        cost += tile.cost(p);
         tiles += 1;
         if constexpr (FIXED) {
-            const int32_t num = FixedItems(list, tile, num_tiles).num;
+            const int32_t num = FixedItems(p, tile, num_tiles).num;
             fixed_items += num;
             fixed_slots += num > 1 ? num : 0;
         }
     }
 
-    __device__ __forceinline__ void add(
-        const PlanParams& p, const TileList& list, const Run<ONE_TILE>& run) {
-        for (int32_t i = run.first_tile; i < run.end_tile; ++i) {
-            add(list, Tile(p, list, run, i), run.rows.num_tiles);
+    __device__ __forceinline__ void add(const PlanParams& p, const RequestRows<ONE_TILE>& rows) {
+        for (int32_t i = 0; i < rows.num_tiles; ++i) {
+            add(p, Tile(p, rows, i), rows.num_tiles);
         }
     }
 
     // The sum over the threads before this one, and over all.
-    __device__ __forceinline__ Taken before(ScanSmem& smem, Taken& all) const {
+    __device__ __forceinline__ Taken before(const PlanParams& p, ScanSmem& smem, Taken& all) const {
         Taken sum;
         sum.cost = cta_exclusive_sum(smem, cost, all.cost);
         if constexpr (!ONE_TILE) {
@@ -177,7 +180,7 @@ struct Taken {
 // Writes what the list says of one tile.
 template <bool ONE_TILE>
 struct TileWriter {
-    const TileList& list;
+    const PlanParams& p;
     const RequestRows<ONE_TILE>& rows;
     const Tile tile;
     const int32_t share;
@@ -186,17 +189,17 @@ struct TileWriter {
     const int32_t part;  // that the tile begins in
 
     __device__ __forceinline__ TileWriter(
-        const TileList& list,
+        const PlanParams& p,
         const RequestRows<ONE_TILE>& rows,
-        const Tile& tile,
+        int32_t tile_idx,
         int64_t cost,
         int32_t share)
-        : list(list),
+        : p(p),
           rows(rows),
-          tile(tile),
+          tile(p, rows, tile_idx),
           share(share),
           begin_cost(static_cast<int32_t>(cost)),
-          end_cost(begin_cost + tile.cost(list)),
+          end_cost(begin_cost + tile.cost(p)),
           part(boundary(begin_cost)) {}
 
     // The last part that begins at a cost or before it.
@@ -206,33 +209,32 @@ struct TileWriter {
 
     // Where in the tile part g begins, in steps, before it is moved to a whole round.
     __device__ __forceinline__ int32_t step(int32_t g) const {
-        return ((g * share - begin_cost) << list.cost_bits) - list.item_cost;
+        return ((g * share - begin_cost) << p.cost_bits) - p.item_cost;
     }
 
     __device__ __forceinline__ Item
     item(int32_t begin, int32_t end, int32_t item_idx, int32_t num, int32_t slot, int32_t next_slot)
         const {
-        const auto short_of = [](int32_t x) { return static_cast<uint16_t>(x); };
-        return {rows.first_page,        rows.first_q_row,   rows.diagonal,
-                tile.first_row,         tile.num_rows,      tile.first_token + begin,
-                tile.first_token + end, short_of(item_idx), short_of(num),
-                num > 1 ? slot : -1,    next_slot,          {tile.mask_entry}};
+        return {rows.first_page,        rows.first_q_row, rows.kv_len - rows.qo_len,
+                tile.first_row,         tile.num_rows,    tile.first_token + begin,
+                tile.first_token + end, item_idx,         num,
+                num > 1 ? slot : -1,    next_slot};
     }
 
     __device__ __forceinline__ void put(int64_t idx, const Item& item, int32_t first_of) const {
-        if (idx < list.work.max_items) {
-            list.work.items[idx] = item;
+        if (idx < p.work.max_items) {
+            p.work.items[idx] = item;
         }
-        if (first_of >= 0 && first_of < list.work.num_parts) {
-            list.work.first_items[first_of] = item;
+        if (first_of >= 0 && first_of < p.work.num_parts) {
+            p.work.first_items[first_of] = item;
         }
     }
 
     // Part g begins with items[begin], and the one before ends before items[end].
     __device__ __forceinline__ void put_part(int32_t g, int64_t begin, int64_t end) const {
-        if (g < list.work.num_parts) {  // behind the last tile there is none
-            list.work.part_begin[g] = min(begin, int64_t{list.work.max_items});
-            list.work.part_end[g - 1] = min(end, int64_t{list.work.max_items});
+        if (g < p.work.num_parts) {  // behind the last tile there is none
+            p.work.part_begin[g] = min(begin, int64_t{p.work.max_items});
+            p.work.part_end[g - 1] = min(end, int64_t{p.work.max_items});
         }
     }
 
@@ -241,18 +243,17 @@ struct TileWriter {
     // behind its start moves there; any other goes to the nearest round. No two meet, because a
     // share is two half_costs at least.
     __device__ __forceinline__ void cut_at_parts(int64_t tile_idx) const {
-        const int32_t half = 1 << list.round_bits >> 1;
-        const int32_t end_half = half_cost(list);
+        const int32_t half = 1 << p.round_bits >> 1;
+        const int32_t end_half = half_cost(p);
         // Parts behind the last begin with the next tile.
         const int32_t last = boundary(end_cost - end_half);
-        const int32_t to_first = begin_cost + ((list.item_cost + half) >> list.cost_bits);
+        const int32_t to_first = begin_cost + ((p.item_cost + half) >> p.cost_bits);
         const int32_t first = min(last, boundary(to_first));
         const auto token = [&](int32_t g) {  // half a round goes down
-            const int32_t rounds = (step(g) + half - 1) >> list.round_bits;
-            return rounds << (list.round_bits + list.step_bits);
+            const int32_t rounds = (step(g) + half - 1) >> p.round_bits;
+            return rounds << (p.round_bits + p.step_bits);
         };
         for (int32_t g = part + 1; g <= first; ++g) {
-            put(tile_idx + g - 1, Item{}, -1);
             put_part(g, tile_idx + g, tile_idx + g - 1);
         }
         const bool begins_part = first > part || begin_cost - part * share < end_half;
@@ -261,7 +262,7 @@ struct TileWriter {
             const int32_t end = g == last ? tile.num_tokens : token(g + 1);
             const bool is_first = g > first || begins_part;
             // A part leaves one state at its end and one at its start, if at all.
-            const int32_t cut = first + 1, slot = list.work.num_parts + cut;
+            const int32_t cut = first + 1, slot = p.work.num_parts + cut;
             put(tile_idx + g, item(begin, end, g - first, last - first + 1, slot, cut),
                 is_first ? g : -1);
             if (g > first) {
@@ -269,15 +270,14 @@ struct TileWriter {
             }
         }
         if (boundary(end_cost) > last) {
-            put(tile_idx + last + 1, Item{}, -1);
             put_part(last + 1, tile_idx + last + 2, tile_idx + last + 1);
         }
     }
 
     __device__ __forceinline__ void cut_at_fixed_tokens(int64_t first_item, int64_t slot) const {
-        const FixedItems items(list, tile, rows.num_tiles);
+        const FixedItems items(p, tile, rows.num_tiles);
         // Too few slots are left only for tables that name pages or rows twice.
-        const bool fits = items.num == 1 || slot + items.num <= list.work.max_slots;
+        const bool fits = items.num == 1 || slot + items.num <= p.work.max_slots;
         const auto item_at = [&](int32_t i) {
             const int32_t begin = i * items.tokens;
             const int32_t end = min(begin + items.tokens, tile.num_tokens);
@@ -289,11 +289,11 @@ struct TileWriter {
             put(first_item + i, item_at(i), i == 0 && begin_cost == 0 ? 0 : -1);
         }
         for (int32_t g = part + 1; g <= boundary(end_cost); ++g) {
-            const int32_t token = max(step(g), 0) << list.step_bits;
+            const int32_t token = max(step(g), 0) << p.step_bits;
             const int32_t i = min(token / items.tokens, items.num - 1);
             put_part(g, first_item + i, first_item + i);
-            if (g < list.work.num_parts) {
-                list.work.first_items[g] = item_at(i);
+            if (g < p.work.num_parts) {
+                p.work.first_items[g] = item_at(i);
             }
         }
     }
@@ -305,93 +305,70 @@ constexpr int MAX_THREADS = 512;
 template <bool ONE_TILE, bool FIXED>
 __global__ void __launch_bounds__(MAX_THREADS) plan(const __grid_constant__ PlanParams p) {
     __shared__ ScanSmem smem;
-    __shared__ int32_t largest;  // cost of a tile of this CTA's requests
     griddepcontrol_wait();
-    const bool is_second = !ONE_TILE && blockIdx.x >= p.num_ctas;
-    const TileList& list = is_second ? p.second : p.first;
     const int32_t batch_size = static_cast<int32_t>(p.table.batch_size);
     const int32_t num_threads = blockDim.x;
-    const int32_t cta_first = (blockIdx.x - (is_second ? p.num_ctas : 0)) * num_threads;
-    const int32_t thread_idx = cta_first + threadIdx.x;
-    const int32_t team_threads = batch_size << p.team_bits;
-    const bool owned = thread_idx < team_threads;
+    const int32_t cta_first = blockIdx.x * num_threads;
+    const int32_t request_idx = cta_first + threadIdx.x;
+    const bool owned = request_idx < batch_size;
 
-    // 1 what this thread's tiles take, what all before them take, and all together
-    const Run<ONE_TILE> run(p, list, owned ? thread_idx : 0);
+    // 1 what this thread's request takes, what all before it take, and all together
+    const RequestRows<ONE_TILE> rows(p, owned ? request_idx : 0);
     Taken<ONE_TILE, FIXED> own, all;
     if (owned) {
-        own.add(p, list, run);
+        own.add(p, rows);
     }
-    if (threadIdx.x == 0) {
-        largest = 0;
-    }
-    Taken<ONE_TILE, FIXED> at = own.before(smem, all);
-    if (!FIXED && list.cut_cost > 0) {
-        atomicMax(&largest, own.largest);
-        __syncthreads();  // all are in
-    }
-    if (p.num_ctas > 1) {
+    Taken<ONE_TILE, FIXED> at = own.before(p, smem, all);
+    if (gridDim.x > 1) {
         Taken<ONE_TILE, FIXED> earlier, others, sum;  // of the CTAs before this one, of all
 #pragma unroll(ONE_TILE && !FIXED ? 4 : 1)
-        for (int32_t i = threadIdx.x; i < team_threads; i += num_threads) {
+        for (int32_t i = threadIdx.x; i < batch_size; i += num_threads) {
             Taken<ONE_TILE, FIXED> other;
-            other.add(p, list, Run<ONE_TILE>(p, list, i));
+            other.add(p, RequestRows<ONE_TILE>(p, i));
             others.add(other);
             if (i < cta_first) {
                 earlier.add(other);
             }
         }
-        earlier.before(smem, sum);
+        earlier.before(p, smem, sum);
         at.add(sum);
-        others.before(smem, all);
+        others.before(p, smem, all);
     }
-    const uint32_t parts = list.work.num_parts;
+    const uint32_t parts = p.work.num_parts;
     const uint32_t even = (static_cast<uint32_t>(min(all.cost, MAX_COST)) + parts - 1) / parts;
-    int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(list));
-    if constexpr (!FIXED) {
-        if (list.cut_cost > 0 &&
-            p.num_ctas == 1) {  // many more tiles than parts are hardly ever cut
-            const uint32_t num_tiles = ONE_TILE ? batch_size : all.tiles;
-            const int64_t whole = int64_t{largest} * ((num_tiles + parts - 1) / parts);
-            share = whole > share + units(list, list.cut_cost)
-                        ? share
-                        : max(share, static_cast<int32_t>(whole));
-        }
-    }
+    const int32_t share = max(static_cast<int32_t>(even), 2 * half_cost(p));
     const bool dealt = all.cost <= MAX_COST;
 
     // 2 its items, and the parts that begin with them
     if (owned && dealt) {
-        for (int32_t i = run.first_tile; i < run.end_tile; ++i) {
-            const Tile tile(p, list, run, i);
-            const TileWriter<ONE_TILE> writer(list, run.rows, tile, at.cost, share);
+        for (int32_t i = 0; i < rows.num_tiles; ++i) {
+            const TileWriter<ONE_TILE> writer(p, rows, i, at.cost, share);
             if constexpr (FIXED) {
                 writer.cut_at_fixed_tokens(at.fixed_items, at.fixed_slots);
             } else {
-                writer.cut_at_parts(ONE_TILE ? thread_idx : at.tiles);
+                writer.cut_at_parts(ONE_TILE ? request_idx : at.tiles);
             }
-            at.add(list, tile, run.rows.num_tiles);
+            at.add(p, writer.tile, rows.num_tiles);
         }
     }
 
     griddepcontrol_launch_dependents();
     // 3 the first part, the last, and those that are left without items; no ticket is taken
     const int32_t all_cost = static_cast<int32_t>(min(all.cost, MAX_COST));
-    const int32_t last = dealt ? min(all_cost / share, list.work.num_parts - 1) : -1;
+    const int32_t last = dealt ? min(all_cost / share, p.work.num_parts - 1) : -1;
     const int64_t num_tiles = ONE_TILE ? batch_size : all.tiles;
     const int64_t end = FIXED ? all.fixed_items : num_tiles + last;
-    const int32_t num_all = p.num_ctas * num_threads;
-    for (int32_t g = thread_idx; g < list.work.num_parts; g += num_all) {
+    const int32_t num_all = gridDim.x * num_threads;
+    for (int32_t g = request_idx; g < p.work.num_parts; g += num_all) {
         if (g == 0 || g > last) {
-            list.work.part_begin[g] = 0;
+            p.work.part_begin[g] = 0;
         }
         if (g >= last) {
-            list.work.part_end[g] = g == last ? min(end, int64_t{list.work.max_items}) : 0;
+            p.work.part_end[g] = g == last ? min(end, int64_t{p.work.max_items}) : 0;
         }
     }
-    const int32_t num_tickets = (list.work.max_slots + 2) * list.work.num_kv_heads;
-    for (int32_t i = thread_idx; i < num_tickets; i += num_all) {
-        list.work.tickets[i] = 0;
+    for (int32_t i = request_idx; i < p.work.max_slots * p.work.num_kv_heads; i += num_all) {
+        p.work.tickets[i] = 0;
     }
 }
 

@@ -4,17 +4,15 @@
 //   o[r] = sum_j softmax(s[r])[j] * v[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
 //
 // The query heads of a KV head, times the query rows of a request, are the rows of a tile. A CTA
-// owns one KV head and one part of the work list; a warp owns WARP_ROWS of a tile's rows, and
-// brings their queries and leaves their results without the others. All warps copy a step of TOKENS
-// keys together while they compute with the one before.
+// owns one KV head and one part of the work list; a warp owns WARP_ROWS of a tile's rows. All warps
+// copy a step of TOKENS keys together while they compute with the one before.
 // Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
-#include "common/row_bits.cuh"
-#include "common/shared_ring.cuh"
+#include "common/kv_ring.cuh"
+#include "common/logits.cuh"
 #include "common/slots.cuh"
-#include "common/warp_queries.cuh"
 #include "common/warp_state.cuh"
 
 namespace cukv {
@@ -35,145 +33,34 @@ template <
     int SCORES,
     bool ALIGNED>
 struct PrefillCta {
-    static constexpr int THREADS = WARPS * WARP_SIZE, ROWS = WARPS * WARP_ROWS;
-    static constexpr int M_TILES = WARP_ROWS / 16;
+    static constexpr int THREADS = WARPS * WARP_SIZE, ROWS = WARPS * WARP_ROWS, STAGES = 2;
+    static constexpr int M_TILES = WARP_ROWS / 16, HALVES = 2;
 
-    using Ring = SharedRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, WARPS>;
-    using Loader = SharedLoader<Ring, ALIGNED, PrefillSm80Params>;
-    using Queries = WarpQueries<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
-    using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
+    using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS, WARPS>;
+    using Loader = KvLoader<Ring, ALIGNED, PrefillSm80Params>;
+    using Queries = QueryLoader<KV, HEAD_DIM_QK, ROWS, THREADS>;
+    using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS, false>;
     using ScoreBits = typename UintOf<SCORES / 8>::type;
-    using Scores = float[M_TILES][SCORES / 8][4];
-    using Warp = WarpState<M_TILES, HEAD_DIM_VO / 8>;
+    using Scores = float[M_TILES][SCORES / 8][2 * HALVES];
+    using Warp = WarpState<M_TILES, HALVES, HEAD_DIM_VO / 8>;
 
     struct Smem {
-        typename Ring::Buffers ring;
+        alignas(1024) typename Ring::Buffers ring;
         QueryTile<KV, HEAD_DIM_QK, ROWS> q;
-        // What is a warp's alone. Here, because steps need all registers.
-        struct Own {
-            Item items[2];  // this one and the next, in turn
-            Sight sight;
-            typename Ring::Own ring;
-        } warps[WARPS];
-        int32_t kv_head;
-        float scale;       // of common/logits.cuh
-        float late_scale;  // that weights are made with; 0: scores must become logits first
-        int32_t last;      // whether this CTA has the last ticket
+        typename Ring::Keys keys;
+        // Here, because steps need all registers:
+        Item item;
+        Sight sights[WARPS];
+        int32_t item_idx;
+        int32_t last;  // whether this CTA has the last ticket
     };
 
     // The part of an item that is this warp's: some of its rows.
     static __device__ __forceinline__ Item own_rows(Item item) {
-        const int first = tid_x() / WARP_SIZE * WARP_ROWS;
+        const int first = threadIdx.x / WARP_SIZE * WARP_ROWS;
         item.first_row += first;
         item.num_rows = min(max(item.num_rows - first, 0), WARP_ROWS);
         return item;
-    }
-
-    // Starts copying an item to where only this warp reads it.
-    static __device__ __forceinline__ void copy_item(Item& to, const Item* from) {
-        const int lane_idx = tid_x() % WARP_SIZE;
-        if (lane_idx < int{sizeof(Item) / 16}) {
-            cp_async_16(
-                smem_address(&to) + lane_idx * 16,
-                reinterpret_cast<const char*>(from) + lane_idx * 16, 16);
-        }
-        cp_async_commit_group();
-    }
-
-    // Leaves the state of this warp's rows in the item's slot.
-    static __device__ __forceinline__ void leave_rows(
-        const PrefillSm80Params& p, const Item& item, int kv_head, const Warp& warp) {
-        const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
-        const int warp_first = tid_x() / WARP_SIZE * WARP_ROWS;
-#pragma unroll
-        for (int i = 0; i < M_TILES * 2; ++i) {
-            const int m_tile = i / 2, half_idx = i % 2;
-            const int row = warp_first + lane_row(m_tile, half_idx);
-            const float d = warp.whole_d(m_tile, half_idx);
-            if (row < item.num_rows && tid_x() % 4 == 0) {
-                slots.store_state(warp.maximum(m_tile, half_idx, d), d, row);
-            }
-            warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
-                if (row < item.num_rows && feat < p.head_dim_vo) {
-                    slots.store_sums(sums, row, feat);
-                }
-            });
-        }
-    }
-
-    // Finishes this warp's rows of an item that is all of its tile. IN_PAIRS: results have 16 bits
-    // and four of them are stored at a time.
-    template <bool IN_PAIRS>
-    static __device__ __forceinline__ void finish_rows(
-        const PrefillSm80Params& p, const Item& own, int kv_head, const Warp& warp) {
-#pragma unroll
-        for (int i = 0; i < M_TILES * 2; ++i) {
-            const int m_tile = i / 2, half_idx = i % 2;
-            const int row = lane_row(m_tile, half_idx);
-            const PackedRow at(p.group, own, kv_head, row);
-            const float d = warp.whole_d(m_tile, half_idx);
-            const RowResult<PrefillSm80Params> result(p, at, warp.maximum(m_tile, half_idx, d), d);
-            if (row < own.num_rows && tid_x() % 4 == 0) {
-                result.store_lse();
-            }
-            warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
-                if (row < own.num_rows && feat < p.head_dim_vo) {
-                    if constexpr (IN_PAIRS) {
-                        result.store_pairs(sums, feat);
-                    } else {
-                        result.store(sums, feat);
-                    }
-                }
-            });
-        }
-    }
-
-    // Finishes an item; those of a tile with several are merged by whoever leaves the last of them.
-    static __device__ __forceinline__ void finish(
-        const PrefillSm80Params& p, Smem& smem, const Item& item, const Warp& warp) {
-        const int kv_head = smem.kv_head;
-        if (item.first_slot < 0) {
-            if (p.o_rows.aligned && p.o_rows.kind <= KIND_BFLOAT16) {
-                finish_rows<true>(p, own_rows(item), kv_head, warp);
-            } else {
-                finish_rows<false>(p, own_rows(item), kv_head, warp);
-            }
-            return;
-        }
-        leave_rows(p, item, kv_head, warp);
-        const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
-        if (item.num_rows == 0 || !slots.takes_last_ticket(smem.last)) {
-            return;
-        }
-        slots.template each_vector_of_many<THREADS>(
-            p.head_dim_vo, [&](const State<1, 4>& state, int row, int feat) {
-                const PackedRow at(p.group, item, kv_head, row);
-                const RowResult<PrefillSm80Params> result(p, at, state.m, state.d);
-                result.store(state.o[0], feat);
-                if (feat == 0) {
-                    result.store_lse();
-                }
-            });
-    }
-
-    // Hides the scores of the keys from `token` on that rows do not see, under a mask of a class.
-    // `all_keys` is of the ring, and `first` where the scored ones begin in the step.
-    static __device__ __forceinline__ void hide(
-        const PrefillSm80Params& p,
-        const Sight& sight,
-        Scores& s,
-        int32_t token,
-        int32_t mask_class,
-        uint64_t all_keys,
-        int first) {
-        const ScoreBits keys = static_cast<ScoreBits>(Ring::in_order(all_keys) >> first);
-        RowBits<M_TILES, (SCORES + 31) / 32> bits;
-        if (mask_class == MIXED) {
-            bits.load_mask(p, sight, token);
-        } else {
-            bits.limit(p, sight, token);
-        }
-        bits.apply(s, keys);
     }
 };
 
@@ -189,127 +76,133 @@ template <
     bool ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     prefill_sm80(const __grid_constant__ PrefillSm80Params p) {
-    constexpr int AT_ONCE = SHORT_OF_REGISTERS && SCORES > 32 ? 32 : SCORES;
-    using Cta =
-        PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, AT_ONCE, ALIGNED>;
+    using Cta = PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, SCORES, ALIGNED>;
     using Ring = typename Cta::Ring;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
-    auto& own = smem.warps[tid_x() / WARP_SIZE];
-    const int warp_first = tid_x() / WARP_SIZE * WARP_ROWS;  // row of a tile
+    const int warp_first = threadIdx.x / WARP_SIZE * WARP_ROWS;  // row of a tile
 
-    // 1 the CTA's part, and its first keys and queries on their way; a launch behind this one may
-    //   take what SMs this one leaves
-    griddepcontrol_launch_dependents();
+    // 1 the CTA's part, and its first keys on their way
+    const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     const Item first = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
         return;
     }
-    if (tid_x() == 0) {
-        const Logits<PrefillSm80Params> logits(p);
-        smem.kv_head = blockIdx.x % p.work.num_kv_heads;
-        smem.scale = logits.scale;
-        // Then a multiplication of each score is saved: the exponential's addition does it.
-        smem.late_scale = !is_fp8<KV> && logits.is_scale() ? logits.scale : 0.0f;
-        Cta::Loader::begin(p, smem.ring, smem.kv_head);
-    }
-    if (tid_x() % WARP_SIZE == 0) {
-        own.items[first_item % 2] = first;
-    }
-    if (!ALIGNED && p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
-        char* bytes = smem.ring.bytes[0];
-        for (int i = tid_x() * 16; i < Ring::STAGES * Ring::BYTES; i += Cta::THREADS * 16) {
-            *reinterpret_cast<uint4*>(bytes + i) = uint4{};
+    if (p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
+        for (int i = threadIdx.x * 16; i < Cta::STAGES * Ring::BYTES; i += Cta::THREADS * 16) {
+            *reinterpret_cast<uint4*>(smem.ring[0] + i) = uint4{};
         }
+        __syncthreads();
     }
-    __syncthreads();  // all that is there
-    typename Cta::Loader loader(p, smem.ring, own.ring, first, first_item, end_item);
-    cp_async_wait_group<0>();
-    __syncwarp();  // the first ids are there
-    loader.advance(0);
-    cp_async_wait_group<0>();
-    __syncwarp();  // the second ids
-    loader.copy(0);
-    loader.advance(1);
-    Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(first), smem.kv_head);
+    typename Cta::Loader loader(p, smem.ring, smem.keys, kv_head, first, first_item, end_item);
+    loader.issue(0);
 
-    uint32_t step = 0;  // of the part
-    for (int32_t item_idx = first_item;; ++item_idx) {
-        const Item& item = own.items[item_idx % 2];
-        Item& next = own.items[(item_idx + 1) % 2];
-        const bool is_last = item_idx + 1 >= own.ring.place.end_item;
-        __syncwarp();  // every lane has finished the item before
-        if (tid_x() % WARP_SIZE == 0) {
-            own.sight = Sight(p, Cta::own_rows(item));
+    const Logits<PrefillSm80Params> logits(p);
+    int stage = 0;
+    const Item& item = smem.item;
+    if (threadIdx.x == 0) {
+        smem.item = first;
+        smem.item_idx = first_item;
+    }
+    while (true) {
+        __syncthreads();  // the item is there
+        if (smem.item_idx >= end_item) {
+            return;
         }
-        if (!is_last) {
-            Cta::copy_item(next, p.work.items + item_idx + 1);
-        }
-        __syncwarp();  // the sight is there
+        typename Cta::Warp warp;
+        {
+            // 2 queries
+            typename Cta::Queries queries;
+            queries.load(p, item, kv_head);
+            queries.store(smem.q, p.q_rows.kind);
+            __syncthreads();  // queries are there
+            const typename Cta::Fragments fragments(smem.q, warp_first);
+            if (threadIdx.x % WARP_SIZE == 0) {
+                smem.sights[threadIdx.x / WARP_SIZE] = Sight(p, Cta::own_rows(item));
+            }
+            __syncwarp();  // the sight is there
+            const Sight& sight = smem.sights[threadIdx.x / WARP_SIZE];
+            float scales[Cta::M_TILES][Cta::HALVES];
+            logits.row_scales(scales, smem.q, warp_first);
 
-        // 2 steps: the next one's keys come while this one is computed
-        typename Cta::Warp warp(Cta::Warp::LOWEST);
+            // 3 steps: the next one's keys come while this one is computed
 #pragma unroll 1
-        for (int32_t step_token = item.first_token; step_token < item.end_token;
-             step_token += TOKENS, ++step) {
-            cp_async_wait_group<0>();
-            __syncthreads();  // all copies have landed, and the other buffer has been read
-            loader.copy(step + 1);
-            loader.advance(step + 2);
-            // AT_ONCE tokens at a time: there are no registers for the scores of more.
+            for (int32_t step_token = item.first_token; step_token < item.end_token;
+                 step_token += TOKENS) {
+                cp_async_wait_group<0>();
+                __syncthreads();  // all copies have landed, and the other buffer has been read
+                loader.issue(stage ^ 1);
+                // SCORES tokens at a time: there are no registers for the scores of more.
 #pragma unroll 1
-            for (int first = 0; first < TOKENS; first += AT_ONCE) {
-                const int32_t token = step_token + first;
-                const Sight& sight = own.sight;
-                if (token >= sight.end_token) {
-                    break;
-                }
-                const int32_t mask_class = sight.mask_class(p, token);
-                if (mask_class == EMPTY) {
-                    continue;
-                }
-                const bool is_plain = mask_class == FULL &&
-                                      smem.ring.all_keys(step) == ~uint64_t{0} &&
-                                      !sight.hides(token, token + AT_ONCE);
-                const uint32_t k_smem = smem_address(smem.ring.bytes[step % Ring::STAGES]);
-                const uint32_t v_smem = k_smem + Ring::V_OFFSET;
-                const typename Cta::Fragments fragments{smem.q, warp_first};
-                typename Cta::Scores s = {};
-                multiply_keys<KV, Ring::K_ROW_BYTES>(
-                    s, fragments, k_smem + first * Ring::K_ROW_BYTES);
-                float late_scale = smem.late_scale;
-                if (is_fp8<KV> || late_scale == 0.0f) {
-                    const Logits<PrefillSm80Params> logits(p, smem.scale);
-                    float scales[Cta::M_TILES][2];
-                    logits.row_scales(scales, smem.q, [&](int m_tile, int half_idx) {
-                        return warp_first + lane_row(m_tile, half_idx);
-                    });
+                for (int first = 0; first < TOKENS; first += SCORES) {
+                    const int32_t token = step_token + first;
+                    if (token >= sight.end_token) {
+                        break;
+                    }
+                    const uint32_t k_smem = smem_address(smem.ring[stage]);
+                    const uint32_t v_smem = k_smem + Ring::V_OFFSET;
+                    typename Cta::Scores s = {};
+                    multiply_keys<KV, Ring::K_ROW_BYTES>(
+                        s, fragments, k_smem + first * Ring::K_ROW_BYTES);
                     logits.apply(s, scales);
-                    late_scale = 1.0f;
+                    sight.mask(
+                        p, s, token,
+                        static_cast<typename Cta::ScoreBits>(smem.keys[stage] >> first));
+                    warp.weigh(s);
+                    multiply_values<KV, Ring::V_ROW_BYTES>(
+                        warp.o, s, v_smem + first * Ring::V_ROW_BYTES);
                 }
-                if (!is_plain) {
-                    Cta::hide(p, sight, s, token, mask_class, smem.ring.all_keys(step), first);
-                }
-                warp.weigh(s, late_scale);
-                multiply_values<KV, Ring::V_ROW_BYTES>(
-                    warp.o, s, v_smem + first * Ring::V_ROW_BYTES);
+                stage ^= 1;
             }
         }
-        if (item.first_token >= item.end_token) {  // what a step would have waited for
-            cp_async_wait_group<0>();
-            __syncwarp();
+
+        // 4 the result, or a slot's state if the tile has other items
+        const Item own = Cta::own_rows(item);
+        const bool whole = item.first_slot < 0;
+        const Slots<Cta::ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
+#pragma unroll
+        for (int i = 0; i < Cta::M_TILES * Cta::HALVES; ++i) {
+            const int m_tile = i / Cta::HALVES, half_idx = i % Cta::HALVES;
+            const int row = lane_row(m_tile, half_idx);
+            const float m = warp.m[m_tile][half_idx], d = warp.whole_d(m_tile, half_idx);
+            const PackedRow at(p.group, own, kv_head, row);
+            const RowResult<PrefillSm80Params> result(p, at, m, d);
+            const bool owned = row < own.num_rows;
+            if (owned && threadIdx.x % 4 == 0) {
+                if (whole) {
+                    result.store_lse();
+                } else {
+                    slots.store_state(m, d, warp_first + row);
+                }
+            }
+            warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
+                if (owned && feat < p.head_dim_vo) {
+                    if (whole) {
+                        result.store(sums, feat);
+                    } else {
+                        slots.store_sums(sums, warp_first + row, feat);
+                    }
+                }
+            });
         }
 
-        // 3 the next item's queries on their way, this one's result
-        if (!is_last) {
-            Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(next), smem.kv_head);
+        // 5 the result of all items of the tile, if this is the last
+        if (!whole && item.num_rows > 0 && slots.takes_last_ticket(smem.last)) {
+            slots.template each_vector<Cta::THREADS>(
+                p.head_dim_vo, [&](const State<1, 4>& state, int row, int feat) {
+                    const PackedRow at(p.group, item, kv_head, row);
+                    const RowResult<PrefillSm80Params> result(p, at, state.m, state.d);
+                    result.store(state.o[0], feat);
+                    if (feat == 0) {
+                        result.store_lse();
+                    }
+                });
         }
-        Cta::finish(p, smem, item, warp);
-        if (is_last) {
-            cp_async_wait_group<0>();  // nothing lands after the end
-            return;
+        __syncthreads();  // the item and its queries have been read
+        if (threadIdx.x == 0 && ++smem.item_idx < end_item) {
+            smem.item = load_item(p.work.items + smem.item_idx);
         }
     }
 }

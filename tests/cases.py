@@ -349,10 +349,7 @@ NOUNS = {
     "MLAPagedCache pair": lambda make: cukv.MLAPagedCache((make((3, 4, 16), FP8), make((3, 4, 8)))),
     "CascadeLevels": lambda make: cukv.CascadeLevels(
         (make(2, "int32"), make(3, "int32")),
-        (
-            cukv.PageTable(make(2, "int32"), make(5, "int32"), make(1, "int32"), 4),
-            _make_table(make),
-        ),
+        (cukv.PageTable(*(make(n, "int32") for n in (2, 5, 1)), 4), _make_table(make)),
     ),
     "CascadeLevels with an order": lambda make: cukv.CascadeLevels(
         (make(3, "int32"),), (_make_table(make),), make(2, "int32")

@@ -186,7 +186,7 @@ def test_a_pair_is_not_one_array_and_the_way_out_is_named(rng):
     [
         (
             Producer(np.zeros(3, np.uint16), 4, device=1),
-            r"k is in CPU memory \(Producer\); .*from_dlpack",
+            r"k is a Producer in CPU memory.*from_dlpack",
         ),
         (3.0, "k must be a CuPy, NumPy or DLPack array, got <class 'float'>"),
         (None, "k must be a CuPy, NumPy or DLPack array"),

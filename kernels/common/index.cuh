@@ -35,14 +35,6 @@ struct Index {
         return {given() ? words[0] : static_cast<int32_t>(i), width == 8 ? words[1] : 0};
     }
 
-    // The same past the L1.
-    __device__ __forceinline__ IndexEntry entry_past_l1(int64_t i) const {
-        const int32_t* words =
-            reinterpret_cast<const int32_t*>(static_cast<const char*>(data) + i * stride);
-        return {
-            given() ? __ldcg(words) : static_cast<int32_t>(i), width == 8 ? __ldcg(words + 1) : 0};
-    }
-
     __device__ __forceinline__ void store(int64_t i, int64_t value) const {
         char* entry = static_cast<char*>(const_cast<void*>(data)) + i * stride;
         if (width == 4) {

@@ -5,10 +5,10 @@
 //
 //   keys    a lane's register is 4 neighbouring columns of a token, 4 t to 4 t + 3, where the
 //           product wants 2 t, 2 t + 1 and 2 t + 8, 2 t + 9. A product over columns may take them
-//           in any order if both sides do, so queries are read in this one.
+//           in any order if both sides do, so queries are read in this one (load_fragment).
 //   values  a lane's register is columns 2 g and 2 g + 1 of two tokens. One product takes the even
 //           columns of 16, the next the odd ones: the sums' tiles 2 i and 2 i + 1 alternate, until
-//           `neighbours` puts them in order.
+//           store_tile_pair puts them in order.
 #pragma once
 #include "common/swizzle.cuh"
 
@@ -32,39 +32,28 @@ __device__ __forceinline__ uint32_t halves_of(uint32_t two_bytes) {
     return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// Four, as two pairs.
-template <typename KV>
-__device__ __forceinline__ OperandPair halves_of_four(uint32_t four_bytes) {
-    uint16_t low, high;
-    mov_halves(low, high, four_bytes);
-    return {halves_of<KV>(low), halves_of<KV>(high)};
-}
-
 // 16 columns of TILES tiles of 8 keys, of one ldmatrix.
 template <typename KV>
 struct KeyOperands {
     static constexpr int TILES = is_fp8<KV> ? 4 : 2;
     uint32_t x[4];
 
-    // What load() takes, of a buffer of keys.
-    template <int ROW_BYTES>
-    static __device__ __forceinline__ uint32_t address(uint32_t keys) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        const int row = (lane_idx & 7) + (lane_idx >> 4) * 8, chunk = lane_idx >> 3 & 1;
-        return keys +
-               (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0) : swizzled<ROW_BYTES>(row, chunk));
-    }
-
     // Of keys [8 * tile, 8 * (tile + TILES)) and columns [16 * k_step, 16 * (k_step + 1)).
     template <int ROW_BYTES>
-    __device__ __forceinline__ void load(uint32_t address, int tile, int k_step) {
-        const int chunks = is_fp8<KV> ? k_step : 2 * k_step;
-        ldmatrix_x4(x, rows_on<ROW_BYTES>(chunks_on(address, chunks), tile * 8));
+    __device__ __forceinline__ void load(uint32_t keys, int tile, int k_step) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        if constexpr (is_fp8<KV>) {
+            ldmatrix_x4(x, keys + swizzled<ROW_BYTES>(tile * 8 + lane_idx, k_step));
+        } else {
+            const int row = tile * 8 + (lane_idx & 7) + (lane_idx >> 4) * 8;
+            const int chunk = 2 * k_step + (lane_idx >> 3 & 1);
+            ldmatrix_x4(x, keys + swizzled<ROW_BYTES>(row, chunk));
+        }
     }
 
     __device__ __forceinline__ OperandPair operator[](int tile) const {
         if constexpr (is_fp8<KV>) {
-            return halves_of_four<KV>(x[tile]);
+            return {halves_of<KV>(x[tile] & 0xffffu), halves_of<KV>(x[tile] >> 16)};
         } else {
             return {x[2 * tile], x[2 * tile + 1]};
         }
@@ -77,29 +66,27 @@ struct ValueOperands {
     static constexpr int TOKENS = is_fp8<KV> ? 32 : 16;
     uint32_t x[4];
 
-    // What load() takes, of a buffer of values.
-    template <int ROW_BYTES>
-    static __device__ __forceinline__ uint32_t address(uint32_t values) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        return values + (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0)
-                                    : swizzled<ROW_BYTES>(lane_idx % 16, lane_idx / 16));
-    }
-
     // Of values [token, token + TOKENS) and columns [8 * tile, 8 * (tile + 2)).
     template <int ROW_BYTES>
-    __device__ __forceinline__ void load(uint32_t address, int token, int tile) {
-        const int chunks = is_fp8<KV> ? tile / 2 : tile;
-        ldmatrix_x4_trans(x, rows_on<ROW_BYTES>(chunks_on(address, chunks), token));
+    __device__ __forceinline__ void load(uint32_t values, int token, int tile) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        if constexpr (is_fp8<KV>) {
+            ldmatrix_x4_trans(x, values + swizzled<ROW_BYTES>(token + lane_idx, tile / 2));
+        } else {
+            const int row = token + lane_idx % 16;
+            const int chunk = tile + lane_idx / 16;
+            ldmatrix_x4_trans(x, values + swizzled<ROW_BYTES>(row, chunk));
+        }
     }
 
     // Of the j-th 16 tokens, for both tiles.
     __device__ __forceinline__ void get(int j, OperandPair& even, OperandPair& odd) const {
         if constexpr (is_fp8<KV>) {
             // Both tokens' even columns to the low half, the odd ones to the high half.
-            const auto first = halves_of_four<KV>(__byte_perm(x[2 * j], 0, 0x3120));
-            const auto second = halves_of_four<KV>(__byte_perm(x[2 * j + 1], 0, 0x3120));
-            even = {first.b0, second.b0};
-            odd = {first.b1, second.b1};
+            const uint32_t low = __byte_perm(x[2 * j], 0, 0x3120);
+            const uint32_t high = __byte_perm(x[2 * j + 1], 0, 0x3120);
+            even = {halves_of<KV>(low & 0xffffu), halves_of<KV>(high & 0xffffu)};
+            odd = {halves_of<KV>(low >> 16), halves_of<KV>(high >> 16)};
         } else {
             even = {x[0], x[1]};
             odd = {x[2], x[3]};
@@ -107,11 +94,23 @@ struct ValueOperands {
     }
 };
 
+// Stores a row's two sums each of tiles 2 i and 2 i + 1; `to` is column 16 i of the row.
+template <typename KV>
+__device__ __forceinline__ void store_tile_pair(float* to, const float* even, const float* odd) {
+    const int t = threadIdx.x % 4;
+    if constexpr (is_fp8<KV>) {
+        *reinterpret_cast<float4*>(to + 4 * t) = make_float4(even[0], odd[0], even[1], odd[1]);
+    } else {
+        *reinterpret_cast<float2*>(to + 2 * t) = make_float2(even[0], even[1]);
+        *reinterpret_cast<float2*>(to + 2 * t + 8) = make_float2(odd[0], odd[1]);
+    }
+}
+
 // Four neighbouring sums of a row out of its lanes' two each of tiles 2 i and 2 i + 1, and their
 // first column, from column 16 i on.
 template <typename KV>
-__device__ __forceinline__ int neighbours(
-    float (&sums)[4], const float* even, const float* odd, int t = threadIdx.x % 4) {
+__device__ __forceinline__ int neighbours(float (&sums)[4], const float* even, const float* odd) {
+    const int t = threadIdx.x % 4;
     if constexpr (is_fp8<KV>) {
         sums[0] = even[0], sums[1] = odd[0], sums[2] = even[1], sums[3] = odd[1];
         return 4 * t;

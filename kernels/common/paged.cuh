@@ -27,11 +27,6 @@ struct Pages {
         return page >= 0 && page < max_num_pages;
     }
 
-    // The first element of a head of a slot, whose page exists.
-    __device__ __forceinline__ const char* row(const Slot& slot, int head) const {
-        return base + slot.page * page_stride + slot.entry * token_stride + head * head_stride;
-    }
-
     // Bytes from base to a slot's first element; NO_SLOT where there is no such place.
     __device__ __forceinline__ int64_t offset(const Slot& slot) const {
         return has(slot.page) ? slot.page * page_stride + slot.entry * token_stride : NO_SLOT;

@@ -10,14 +10,6 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// This thread's number in the CTA, read here and now: what the compiler works out from threadIdx.x
-// it keeps in registers over whole loops.
-__device__ __forceinline__ int tid_x() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
 // Waits until `threads` threads of the CTA have come to barrier ID; orders their memory accesses.
 // Unlike __syncthreads it may stand in different branches of different warps.
 template <int ID>
@@ -25,32 +17,15 @@ __device__ __forceinline__ void bar_sync(int threads) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "r"(threads) : "memory");
 }
 
-// Whether a kernel may be launched before the launches before it have ended.
-#if __CUDA_ARCH__ >= 900
-constexpr bool LAUNCHED_EARLY = true;
-#else
-constexpr bool LAUNCHED_EARLY = false;
-#endif
-
-// Whether the compiler keeps more registers busy than for other architectures: what just fits there
-// spills here.
-#if __CUDA_ARCH__ >= 1000
-constexpr bool SHORT_OF_REGISTERS = true;
-#else
-constexpr bool SHORT_OF_REGISTERS = false;
-#endif
-
-// Waits until all launches before this one have ended and what they wrote can be read. A kernel
-// that the host launches early comes here before it writes anything, and before it relies on
-// anything it reads but its parameters.
+// Waits until all launches before this one have ended and what they wrote can be read. A kernel that
+// the host launches early comes here before it reads or writes anything but its parameters.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next launch be placed, if it is an early one, once a thread of every CTA has come here
-// or the CTA has ended. What it waits for is still the end of this launch.
+// Lets the next launch be placed, if it is an early one, once every CTA has come here or ended.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -77,18 +52,6 @@ __device__ __forceinline__ uint32_t cvt_pair(float low, float high) {
     return pair;
 }
 
-// No instruction: a number of which the compiler knows nothing, so that it does not work out long
-// before what follows from it, and keep that in registers.
-__device__ __forceinline__ int32_t opaque(int32_t x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
-// The 16-bit halves of a word, as two registers: what takes 16 bits reads either half of one.
-__device__ __forceinline__ void mov_halves(uint16_t& low, uint16_t& high, uint32_t word) {
-    asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(word));
-}
-
 // Adds to a counter of all CTAs and gives what it was. What this thread has written or seen written
 // before is seen by whoever finds the new count, and what others had then, by this thread after.
 __device__ __forceinline__ int32_t atom_add_acq_rel(int32_t* counter, int32_t x) {
@@ -100,20 +63,7 @@ __device__ __forceinline__ int32_t atom_add_acq_rel(int32_t* counter, int32_t x)
     return before;
 }
 
-// Loads a word, and sees all that was written before the store that it finds there.
-__device__ __forceinline__ int32_t ld_acquire(const int32_t* from) {
-    int32_t x;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-    return x;
-}
-
-// Stores a word; whoever finds it there sees what this thread has written or seen written before.
-__device__ __forceinline__ void st_release(int32_t* to, int32_t x) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-
-// Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need
-// it.
+// Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need it.
 __device__ __forceinline__ uint4 ld_global_16(const void* from) {
     uint4 x;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -121,12 +71,6 @@ __device__ __forceinline__ uint4 ld_global_16(const void* from) {
                  : "l"(from)
                  : "memory");
     return x;
-}
-
-// Starts bringing the line of an address into the L2. It is a hint: what is read later is what is
-// in memory then, whoever writes it meanwhile.
-__device__ __forceinline__ void prefetch_l2(const void* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // How the L2 should treat lines: first to be evicted, or as any other.
@@ -143,24 +87,12 @@ __device__ __forceinline__ uint64_t createpolicy_evict_unchanged() {
 }
 
 // Starts a copy of 16 bytes, of which the first src_bytes are read and the others become zeros.
-__device__ __forceinline__ void cp_async_16(uint32_t to_smem, const void* from, int src_bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_smem), "l"(from),
-                 "r"(src_bytes)
-                 : "memory");
-}
-
-// The same under a policy of the L2.
 __device__ __forceinline__ void cp_async_16(
     uint32_t to_smem, const void* from, int src_bytes, uint64_t policy) {
     asm volatile(
         "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to_smem),
         "l"(from), "r"(src_bytes), "l"(policy)
         : "memory");
-}
-
-// Starts a copy of 4 bytes.
-__device__ __forceinline__ void cp_async_4(uint32_t to_smem, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_smem), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit_group() {
@@ -189,14 +121,6 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t sme
                  : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which lane l has elements 2 * (l % 4) and + 1 of row l /
-// 4, transposed: it gets them of column l / 4.
-__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
-    uint32_t y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-
 // c += a b with a [16, 16], b [16, 8], c [16, 8] float32. Lane l, g = l / 4, t = 2 * (l % 4):
 //   a[0], a[1] = rows g, g + 8 of columns t, t + 1;  a[2], a[3] = the same of columns t + 8, t + 9
 //   b[0], b[1] = rows t, t + 1 and t + 8, t + 9 of column g
@@ -217,6 +141,27 @@ __device__ __forceinline__ void mma_m16n8k16(
             "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// The same for 8 rows: rows 8 to 15 of a are zero, and of c not kept.
+template <typename DType>
+__device__ __forceinline__ void mma_m16n8k16(
+    float (&c)[2], const uint32_t (&a)[2], uint32_t b0, uint32_t b1) {
+    float unused0, unused1;
+    if constexpr (is_same<DType, half>) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
+            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
+            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
+    } else {
+        static_assert(is_same<DType, bfloat16>, "tensor cores take half or bfloat16 here");
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
+            : "+f"(c[0]), "+f"(c[1]), "=f"(unused0), "=f"(unused1)
+            : "r"(a[0]), "r"(0), "r"(a[1]), "r"(b0), "r"(b1), "f"(0.0f));
     }
 }
 

@@ -1,7 +1,7 @@
 // Query rows in, results out: elements of a dtype that is known at run time only.
 //
-// Row r of an item's tile is packed row first_row + r of the request: all query heads of the KV
-// head for the request's first query, then all for the next.
+// Row r of an item's tile is packed row first_row + r of the request: all query heads of the KV head
+// for the request's first query, then all for the next.
 #pragma once
 #include "common/operands.cuh"
 #include "common/softmax.cuh"
@@ -26,13 +26,6 @@ struct PackedRow {
         const uint32_t query = group.quotient(packed);
         q_row = item.first_q_row + query;
         qo_head = int64_t{kv_head} * group.divisor + packed - query * group.divisor;
-    }
-
-    // The same in an array whose rows are others; null: they are not.
-    __device__ __forceinline__ PackedRow in(const int32_t* rows) const {
-        PackedRow other = *this;
-        other.q_row = rows == nullptr ? q_row : rows[q_row];
-        return other;
     }
 };
 
@@ -109,7 +102,7 @@ struct Query8 {
     }
 };
 
-// The query rows of a tile in shared memory, as operands. The padding puts the rows that a warp
+// The query rows of a tile in shared memory, as left operands. The padding puts the rows that a warp
 // reads together on different banks.
 template <typename KV, int HEAD_DIM, int ROWS>
 struct QueryTile {
@@ -122,7 +115,7 @@ struct QueryTile {
 };
 
 // A thread's share of a tile's query rows on their way: loaded an item ahead, stored as operands
-// when the tile is free. Params: q, q_rows, levels, group, head_dim.
+// when the tile is free. Params: q, q_rows, group, head_dim.
 template <typename KV, int HEAD_DIM, int ROWS, int THREADS>
 struct QueryLoader {
     static constexpr int CHUNKS = HEAD_DIM / 8;  // of a row
@@ -144,8 +137,7 @@ struct QueryLoader {
         for (int i = 0; i < NUM; ++i) {
             x[i].bits = uint4{};
             if (row_of(i) < item.num_rows && feat() < p.head_dim) {
-                const PackedRow row(p.group, item, kv_head, row_of(i));
-                const PackedRow at = row.in(p.levels.q_rows);
+                const PackedRow at(p.group, item, kv_head, row_of(i));
                 const int num_bytes = feat() * element_bytes(p.q_rows.kind);
                 x[i].load(p.q + p.q_rows.offset(at) + num_bytes, p.q_rows.kind, p.q_rows.aligned);
             }
@@ -176,9 +168,9 @@ struct QueryLoader {
         }
     }
 
-    // Divides a row by the power of two of its largest element: bfloat16 reaches beyond half, and
-    // so nothing overflows. A power of two is exact, here and where scores are multiplied by it
-    // again; what half rounds away is below 2^-24 of the largest.
+    // Divides a row by the power of two of its largest element: bfloat16 reaches beyond half, and so
+    // nothing overflows. A power of two is exact, here and where scores are multiplied by it again;
+    // what half rounds away is below 2^-24 of the largest.
     static __device__ __forceinline__ void divide_by_largest(float (&x)[8], float& factor) {
         float largest = 0.0f;
 #pragma unroll
@@ -229,17 +221,17 @@ __device__ __forceinline__ void store_4(char* to, const float (&x)[4], int kind,
 }
 
 // What finishes a row: sums times `factor` are its output. Params: sinks, sinks_stride, sinks_kind,
-// v_scale, o, o_rows, lse, lse_rows, levels.
+// v_scale, o, o_rows, lse, lse_rows.
 template <typename Params>
 struct RowResult {
     const Params& p;
-    const PackedRow at;  // in o; of no row if negative
+    const PackedRow at;
     float factor;
     float lse;
 
     // Of a row's maximum and denominator. A sink is one more logit, without a value.
-    __device__ __forceinline__ RowResult(const Params& p, const PackedRow& row, float m, float d)
-        : p(p), at(row.in(p.levels.o_rows)) {
+    __device__ __forceinline__ RowResult(const Params& p, const PackedRow& at, float m, float d)
+        : p(p), at(at) {
         float scale = 1.0f;
         if (p.sinks != nullptr) {
             const char* from = p.sinks + at.qo_head * p.sinks_stride;
@@ -261,29 +253,12 @@ struct RowResult {
         for (int i = 0; i < 4; ++i) {
             x[i] = fmaf(sums[i], factor, 0.0f);
         }
-        if (at.q_row >= 0) {
-            char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
-            store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
-        }
-    }
-
-    // The same where results have 16 bits and `o` may be moved four elements at a time.
-    __device__ __forceinline__ void store_pairs(const float (&sums)[4], int feat) const {
-        float x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x[i] = fmaf(sums[i], factor, 0.0f);
-        }
-        const bool is_half = p.o_rows.kind == KIND_HALF;
-        const uint32_t low = is_half ? cvt_pair<half>(x[0], x[1]) : cvt_pair<bfloat16>(x[0], x[1]);
-        const uint32_t high = is_half ? cvt_pair<half>(x[2], x[3]) : cvt_pair<bfloat16>(x[2], x[3]);
-        if (at.q_row >= 0) {
-            *reinterpret_cast<uint2*>(p.o + p.o_rows.offset(at) + feat * 2) = make_uint2(low, high);
-        }
+        char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
+        store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
     }
 
     __device__ __forceinline__ void store_lse() const {
-        if (p.lse != nullptr && at.q_row >= 0) {
+        if (p.lse != nullptr) {
             *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = lse;
         }
     }

@@ -11,9 +11,9 @@ namespace cukv {
 
 constexpr int MAX_ROWS_PER_CTA = 256;
 
-// How packed rows [nnz, num_heads, head_dim], which append reads and gather writes, lie and are
-// dealt to CTAs; their address is a parameter of its own. Where the heads of rows and pages are
-// both contiguous, the host passes one head of all their elements.
+// How packed rows [nnz, num_heads, head_dim], which append reads and gather writes, lie and are dealt
+// to CTAs; their address is a parameter of its own. Where the heads of rows and pages are both
+// contiguous, the host passes one head of all their elements.
 struct Rows {
     int64_t row_stride;        // bytes
     int64_t head_stride;       // bytes

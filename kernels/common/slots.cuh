@@ -1,7 +1,7 @@
 // States of a tile of several items, in global memory until the last item's CTA merges them.
 //
-// A slot is the state of one item and KV head: [rows, 2] maximum and denominator, and [rows,
-// head_dim] sums. A tile's slots are merged in the order of its keys, so that a result does not
+// A slot is the state of one item and KV head: [rows, 2] maximum and denominator, and
+// [rows, head_dim] sums. A tile's slots are merged in the order of its keys, so that a result does not
 // depend on which CTA comes last.
 #pragma once
 #include "common/softmax.cuh"
@@ -46,8 +46,8 @@ struct Slots {
         return last;
     }
 
-    // Calls visit(state, row, feat) for vectors of four sums of the tile's rows, each merged over
-    // all items by two lanes, and visited by the first of them.
+    // Calls visit(state, row, feat) for vectors of four sums of the tile's rows, each merged over all
+    // items by two lanes, and visited by the first of them.
     template <int THREADS, typename Visit>
     __device__ __forceinline__ void each_vector(int head_dim, Visit visit) const {
         constexpr int VECS = HEAD_DIM / 4;
@@ -58,44 +58,6 @@ struct Slots {
             state.add_lane(1);
             if (threadIdx.x % 2 == 0 && i < item.num_rows * VECS && feat < head_dim) {
                 visit(state, row, feat);
-            }
-        }
-    }
-
-    // The same for tiles of many rows, most of which have few items: a thread has vectors of
-    // ROWS_OF rows on their way together, one item after the other.
-    template <int THREADS, typename Visit>
-    __device__ __forceinline__ void each_vector_of_many(int head_dim, Visit visit) const {
-        constexpr int VECS = HEAD_DIM / 4, ROWS_AT_ONCE = THREADS / VECS, ROWS_OF = 8;
-        static_assert(THREADS % VECS == 0, "a thread has one vector of each of its rows");
-        const int tid = tid_x(), feat = tid % VECS * 4;
-        for (int base = tid / VECS; base < item.num_rows; base += ROWS_OF * ROWS_AT_ONCE) {
-            State<1, 4> states[ROWS_OF];
-#pragma unroll 1
-            for (int i = 0; i < item.num_items; ++i) {
-                float2 md[ROWS_OF];
-                float4 o[ROWS_OF];
-#pragma unroll
-                for (int j = 0; j < ROWS_OF; ++j) {
-                    const int64_t from =
-                        slot_row(i, min(base + j * ROWS_AT_ONCE, item.num_rows - 1));
-                    md[j] = __ldcg(reinterpret_cast<const float2*>(work.states + from * 2));
-                    o[j] =
-                        __ldcg(reinterpret_cast<const float4*>(work.sums + from * HEAD_DIM + feat));
-                }
-#pragma unroll
-                for (int j = 0; j < ROWS_OF; ++j) {
-                    const float sums[1][4] = {{o[j].x, o[j].y, o[j].z, o[j].w}};
-                    states[j].raise(fmaxf(states[j].m, md[j].x));
-                    states[j].add(md[j].x, md[j].y, sums);
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < ROWS_OF; ++j) {
-                const int row = base + j * ROWS_AT_ONCE;
-                if (row < item.num_rows && feat < head_dim) {
-                    visit(states[j], row, feat);
-                }
             }
         }
     }

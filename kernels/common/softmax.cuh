@@ -10,10 +10,6 @@ namespace cukv {
 
 constexpr float NO_KEY = __builtin_bit_cast(float, 0xff800000u);  // maximum of no keys: -inf
 
-// A lazy maximum rises where a logit is above it by more (in base 2), so that most steps multiply
-// no sums. Weights of up to 2^LAZY are as exact as those up to 1.
-constexpr float LAZY = 8.0f;
-
 // What a thread holds of a head: running maximum, denominator, and VECS vectors of weighted sums.
 // Sums start as -0.0, and states that are not live add -0.0, which changes no float: one live
 // state comes out bit for bit.

@@ -1,4 +1,4 @@
-// The online softmax of a warp over its own keys.
+// The online softmax of a warp over its own keys, and the states of a CTA's warps as one.
 //
 // Sums lie in lanes as common/products.cuh says; maximum and denominator of a row are in its four
 // lanes: the maximum the same in all, the denominator of each lane's own keys only, because adding
@@ -8,26 +8,17 @@
 
 namespace cukv {
 
-template <int M_TILES, int FEAT_TILES>
+template <int M_TILES, int HALVES, int FEAT_TILES>
 struct WarpState {
-    // A maximum before there is a key. Not -inf, from which no weight could be told: weights of no
-    // keys are 0 without a question asked, and any logit is above it or at it.
-    static constexpr float LOWEST = -3.402823466e38f;
+    float m[M_TILES][HALVES];
+    float d[M_TILES][HALVES];
+    float o[M_TILES][FEAT_TILES][2 * HALVES];
 
-    float m[M_TILES][2];
-    float d[M_TILES][2];
-    float o[M_TILES][FEAT_TILES][4];
-
-    __device__ __forceinline__ explicit WarpState(float m_of_no_key = NO_KEY) : d{}, o{} {
+    __device__ __forceinline__ WarpState() : d{}, o{} {
 #pragma unroll
-        for (int i = 0; i < M_TILES * 2; ++i) {
-            m[i / 2][i % 2] = m_of_no_key;
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
+            m[i / HALVES][i % HALVES] = NO_KEY;
         }
-    }
-
-    // The maximum of a row whose denominator is d.
-    __device__ __forceinline__ float maximum(int m_tile, int half_idx, float d) const {
-        return d > 0.0f ? m[m_tile][half_idx] : NO_KEY;
     }
 
     // The denominator of a row over all its lanes.
@@ -38,78 +29,118 @@ struct WarpState {
         return sum;
     }
 
-    // Calls visit(sums, feat) for vectors of four neighbouring sums of a row that cover it once
-    // over its four lanes.
+    // Calls visit(sums, feat) for vectors of four neighbouring sums of a row that cover it once over
+    // its four lanes.
     template <typename KV, typename Visit>
     __device__ __forceinline__ void each_vector(int m_tile, int half_idx, Visit visit) const {
-        const int t = tid_x() % 4;
 #pragma unroll
         for (int tile = 0; tile < FEAT_TILES; tile += 2) {
             float sums[4];
             const int feat = tile * 8 + neighbours<KV>(
                                             sums, &o[m_tile][tile][2 * half_idx],
-                                            &o[m_tile][tile + 1][2 * half_idx], t);
+                                            &o[m_tile][tile + 1][2 * half_idx]);
             visit(sums, feat);
         }
     }
 
-    // Turns logits, which are the scores times a positive scale, into weights relative to what the
-    // row's maximum was when it last rose.
+    // Turns logits into weights relative to the row's maximum, which they may raise.
     template <int TILES>
-    __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][4], float scale) {
-        float largest[M_TILES][2];  // of this lane's scores
-        bool is_above = false;
+    __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][2 * HALVES]) {
 #pragma unroll
-        for (int i = 0; i < M_TILES * 2; ++i) {
-            const int m_tile = i / 2, half_idx = i % 2;
-            float& x = largest[m_tile][half_idx];
-            x = NO_KEY;
+        for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
+            float factor[HALVES];
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                x = fmaxf(
-                    x, fmaxf(s[m_tile][tile][2 * half_idx], s[m_tile][tile][2 * half_idx + 1]));
+            for (int half_idx = 0; half_idx < HALVES; ++half_idx) {
+                factor[half_idx] = weigh_row(s[m_tile], m_tile, half_idx);
             }
-            is_above |= fmaf(x, scale, -m[m_tile][half_idx]) > LAZY;
-        }
-        if (__any_sync(0xffffffffu, is_above)) {
-            raise(largest, scale);
-        }
-#pragma unroll
-        for (int i = 0; i < M_TILES * 2; ++i) {
-            const int m_tile = i / 2, half_idx = i % 2;
-            float sum = 0.0f;
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                float* pair = &s[m_tile][tile][2 * half_idx];
-                pair[0] = ex2(fmaf(pair[0], scale, -m[m_tile][half_idx]));
-                pair[1] = ex2(fmaf(pair[1], scale, -m[m_tile][half_idx]));
-                sum += pair[0] + pair[1];
+            // Most steps raise no maximum, and then nothing falls behind.
+            bool behind = factor[0] != 1.0f;
+            behind = behind || factor[HALVES - 1] != 1.0f;
+            if (!__any_sync(0xffffffffu, behind)) {
+                continue;
             }
-            d[m_tile][half_idx] += sum;
+#pragma unroll
+            for (int i = 0; i < FEAT_TILES * 2 * HALVES; ++i) {
+                const int tile = i / (2 * HALVES), column = i % (2 * HALVES);
+                o[m_tile][tile][column] *= factor[column / 2];
+            }
         }
     }
 
-    // Raises the maxima of rows that have a logit too far above, given their lanes' largest scores.
-    __device__ __forceinline__ void raise(const float (&largest)[M_TILES][2], float scale) {
+    // The same of one row; gives the factor by which its sums fall behind.
+    template <int TILES>
+    __device__ __forceinline__ float weigh_row(
+        float (&s)[TILES][2 * HALVES], int m_tile, int half_idx) {
+        float m_new = m[m_tile][half_idx];
 #pragma unroll
-        for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
-            float factor[2];
+        for (int tile = 0; tile < TILES; ++tile) {
+            m_new = fmaxf(m_new, fmaxf(s[tile][2 * half_idx], s[tile][2 * half_idx + 1]));
+        }
+        m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 1));
+        m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, 2));
+        const float base = m_new > NO_KEY ? m_new : 0.0f;  // weights of no keys are 0
+        const float factor = ex2(m[m_tile][half_idx] - base);
+        float sum = 0.0f;
 #pragma unroll
-            for (int half_idx = 0; half_idx < 2; ++half_idx) {
-                float x = largest[m_tile][half_idx];
-                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-                x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2)) * scale;
-                float& m_row = m[m_tile][half_idx];
-                const float m_new = x - m_row > LAZY ? x : m_row;
-                factor[half_idx] = ex2(m_row - m_new);
-                m_row = m_new;
-                d[m_tile][half_idx] *= factor[half_idx];
+        for (int tile = 0; tile < TILES; ++tile) {
+            float* pair = &s[tile][2 * half_idx];
+            pair[0] = ex2(pair[0] - base);
+            pair[1] = ex2(pair[1] - base);
+            sum += pair[0] + pair[1];
+        }
+        m[m_tile][half_idx] = m_new;
+        d[m_tile][half_idx] = d[m_tile][half_idx] * factor + sum;
+        return factor;
+    }
+};
+
+// States of the warps of a CTA in shared memory, all of the same rows. The padding of a row puts
+// the rows that a warp stores together on different banks.
+template <int WARPS, int ROWS, int HEAD_DIM>
+struct WarpStates {
+    float o[WARPS][ROWS][HEAD_DIM + 8];
+    float m[WARPS][ROWS];
+    float d[WARPS][ROWS];
+
+    // By all warps, each its own.
+    template <typename KV, int M_TILES, int HALVES, int FEAT_TILES>
+    __device__ __forceinline__ void store(const WarpState<M_TILES, HALVES, FEAT_TILES>& warp) {
+        const int warp_idx = threadIdx.x / WARP_SIZE;
+#pragma unroll
+        for (int i = 0; i < M_TILES * HALVES; ++i) {
+            const int m_tile = i / HALVES, half_idx = i % HALVES;
+            const int row = lane_row(m_tile, half_idx);
+            const float sum = warp.whole_d(m_tile, half_idx);
+            if (threadIdx.x % 4 == 0) {
+                m[warp_idx][row] = warp.m[m_tile][half_idx];
+                d[warp_idx][row] = sum;
             }
 #pragma unroll
-            for (int i = 0; i < FEAT_TILES * 4; ++i) {
-                o[m_tile][i / 4][i % 4] *= factor[i % 4 / 2];
+            for (int tile = 0; tile < FEAT_TILES; tile += 2) {
+                const float* even = &warp.o[m_tile][tile][2 * half_idx];
+                const float* odd = &warp.o[m_tile][tile + 1][2 * half_idx];
+                store_tile_pair<KV>(&o[warp_idx][row][tile * 8], even, odd);
             }
         }
+    }
+
+    // Four sums of a row over all warps, from first_warp on, which is the order of the keys' steps.
+    __device__ __forceinline__ State<1, 4> merge(int row, int feat, int first_warp) const {
+        float m_of[WARPS];
+        State<1, 4> state;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            m_of[i] = m[(first_warp + i) % WARPS][row];
+            state.m = fmaxf(state.m, m_of[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            const int warp_idx = (first_warp + i) % WARPS;
+            const float4 x = *reinterpret_cast<const float4*>(&o[warp_idx][row][feat]);
+            const float sums[1][4] = {{x.x, x.y, x.z, x.w}};
+            state.add(m_of[i], d[warp_idx][row], sums);
+        }
+        return state;
     }
 };
 
