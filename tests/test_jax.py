@@ -9,6 +9,7 @@ import os
 import struct
 import types
 import warnings
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -618,11 +619,19 @@ def test_rows_that_jax_has_not_finished_are_waited_for(place):
 # Where there is no GPU: what would be launched on one
 
 
+class Launched(NamedTuple):
+    """A launch, and what a graph's node of it is but for the parameters."""
+
+    name: str
+    packed: bytes
+    node: tuple[Any, ...]
+
+
 class Launch:
     """A kernel that only says when it is launched."""
 
-    def __init__(self, name, launched):
-        self._name, self._launched = name, launched
+    def __init__(self, key, name, launched):
+        self._key, self._name, self._launched = key, name, launched
         self._layout = _kernels.struct_layout(_kernels._params_struct(name), name)
 
     def __call__(self, grid, cta, smem_bytes=0, /, **params):
@@ -630,7 +639,8 @@ class Launch:
         assert grid > 0
         assert len(packed) == self._layout.size
         assert _recording.recorder.work is not None, "launched where nothing is recorded"
-        _recording.recorder.work.append(lambda stream: self._launched.append((self._name, packed)))
+        found = Launched(self._name, packed, (self._key, grid, cta, smem_bytes))
+        _recording.recorder.work.append(lambda stream: self._launched.append(found))
 
     def bind(self, grid, cta, smem_bytes=0, /, *, per_call, **fixed):
         def launch(*values):
@@ -672,10 +682,12 @@ def launched(place, monkeypatch, request):
     for known in kinds:
         known.cache_clear()
     monkeypatch.setattr(_kernels, "_loaded", {})
-    monkeypatch.setattr(_kernels, "_load", lambda key, name, *_: Launch(name, found))
+    monkeypatch.setattr(_kernels, "_load", lambda key, name, *_: Launch(key, name, found))
     monkeypatch.setattr(_arrays, "_device_count", lambda: 1)
     monkeypatch.setattr(
-        _recording, "_memset", lambda pointer, size, stream: found.append(("memset", pointer))
+        _recording,
+        "_memset",
+        lambda pointer, size, stream: found.append(Launched("memset", b"", (size,))),
     )
     monkeypatch.setattr(Device, "compute_capability", request.param)
     monkeypatch.setattr(cp.cuda, "Device", Device)
@@ -691,7 +703,7 @@ def launched(place, monkeypatch, request):
 
 
 def names(launched):
-    found = [name for name, _ in launched]
+    found = [launch.name for launch in launched]
     launched.clear()
     return found
 
@@ -789,23 +801,54 @@ def test_calls_with_the_same_buffers_prepare_nothing_again(launched, rng, monkey
     for _ in range(3):
         there = append(there, rows, rows, its_table)
     jax.block_until_ready(there)
-    assert len({packed for _, packed in launched}) == 1
+    assert len({launch.packed for launch in launched}) == 1
     assert len(launched) == 4
 
 
-def test_planned_calls_have_tickets_of_their_own_or_set_them_to_zero(launched, rng):
-    case = PagedCase((45, 700), page_size=16, num_kv_heads=2, head_dim=64)
-    _, _, *there = made(case, rng)
-    queries = [jnp.asarray(case.queries(rng, 2, 4)) for _ in range(2 * _xla._NUM_TICKETS)]
-    plan = jax.jit(cj.plan)(queries[0], *there)
-    decode = jax.jit(cj.decode)
-    jax.block_until_ready([decode(queries[0], *there, plan=plan)])
-    launched.clear()
-    results = [decode(q, *there, plan=plan) for q in queries]  # all alive: no memory comes twice
-    jax.block_until_ready(results)
-    found = [name for name, _ in launched]
-    assert found.count("decode") == len(queries)
-    assert found.count("memset") >= len(queries) - _xla._NUM_TICKETS
+def test_a_call_launches_the_same_kernels_whatever_its_buffers_are(launched, rng, monkeypatch):
+    callbacks = []
+    init = _xla._Callback.__init__
+    monkeypatch.setattr(
+        _xla._Callback, "__init__", lambda self, *args: callbacks.append(self) or init(self, *args)
+    )
+    case = PagedCase((45, 7, 300), page_size=16, num_kv_heads=2, head_dim=64)
+    cache, table, *there = made(case, rng)
+    qo_indptr = np.array([0, 40, 43, 47], np.int32)
+    shapes = zip(np.diff(qo_indptr), case.kv_lens, strict=True)
+    mask = cukv.RaggedMask.from_list([rng.random(shape) < 0.5 for shape in shapes])
+    rows = cukv.RaggedTensor(case.queries(rng, 47, 8), qo_indptr)
+    rows, keys, masks = in_jax((rows, cache.gather(table, nnz=352), (mask, mask.pack())))
+    latent = MLACase((9, 4), page_size=8)
+    latent = in_jax(latent.nouns(latent.arrays(rng)))
+    q, new = (jnp.zeros((3, heads, 64), "float16") for heads in (8, 2))
+    q_nope, q_pe = (jnp.zeros((2, 4, n), "float16") for n in (512, 64))
+    mla_decode = functools.partial(cj.mla_decode, sm_scale=0.1)
+    for function, options, *args in (
+        (cj.decode, {}, q, *there),
+        (cj.prefill, {"causal": True}, rows, *there),
+        *((cj.prefill, {"custom_mask": mask}, rows, *there) for mask in masks),
+        (cj.ragged_prefill, {}, rows, *keys),
+        (cj.cascade, {"window_left": 20}, *in_jax(cascade_of(rng, [2, 0, 5, 1]))),
+        (mla_decode, {}, q_nope, q_pe, *latent),
+    ):
+        plan = cj.plan(args[0], *args[-2:], **options)
+        for each in (None, plan):
+            jax.block_until_ready(function(*args, plan=each, **options))
+    cj.append(there[0], new, new, there[1])
+    cj.gather(*there)
+    cj.mla_append(latent[0], q_nope[:, 0], q_pe[:, 0], latent[1])
+    cj.merge_states(q[None], jnp.zeros((1, 3, 8)))
+    cj.packbits(q > 0)
+    for callback in callbacks:
+        found = set()
+        count = len(callback._specs) + 1  # scratch is the last
+        for _ in range(20):  # XLA keeps 16 captures
+            buffers = _xla._NOWHERE + 128 * rng.integers(1 << 24, size=count)  # aligned as XLA's
+            launched.clear()
+            for work in callback._record(0, tuple(buffers.tolist())):
+                work(0)
+            found.add(tuple(launch.node for launch in launched))
+        assert len(found) == 1
 
 
 def test_shapes_that_a_gpu_cannot_take_raise_when_the_function_is_traced(launched, rng):

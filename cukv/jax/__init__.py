@@ -16,7 +16,8 @@ JAX's own JaxRuntimeError, which ends with cukv's message.
   memory is the result's. Whatever else holds that memory, as a CuPy, torch or NumPy view of it
   does, turns donation into a copy: drop it before.
 - **Plans.** Attention plans its work anew in each call, or takes a ``plan``, made once per step for
-  all layers.
+  all layers. Calls that take one must follow each other on a device, and do: leave
+  ``xla_gpu_command_buffer_scheduling_mode`` as it is, not ``CONCURRENT``.
 - **Devices.** Heads shard as they are, and so do keys: states over disjoint keys merge by their
   base-2 lse (``merge_states`` after ``lax.all_gather``). Shard by ``shard_map``: of calls that are
   only jitted over sharded arrays XLA gathers the arrays.

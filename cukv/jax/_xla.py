@@ -8,7 +8,9 @@ calls with the same buffers, as a loop with donation brings them, only repeat it
 ``buffer_callback`` calls Python once for each execution, or once for all where XLA captures the
 call into a command buffer (a CUDA graph). So nothing here may allocate, load a kernel, wait or read
 memory: scratch is one more result, whose size is found, and kernels are loaded, by a rehearsal at
-trace time over arrays that are not there. XLA's FFI through ctypes would save a few microseconds of
+trace time over arrays that are not there. And as XLA updates its graph by captures of the call over
+other buffers, which CUDA takes if they hold nodes as before, a call launches the same kernels, in
+the same order, whatever its buffers are. XLA's FFI through ctypes would save a few microseconds of
 an uncaptured call, at the price of mirroring its C structs.
 """
 
@@ -27,7 +29,7 @@ from cupy_backends.cuda.api.runtime import getDevice
 from jax.experimental.buffer_callback import buffer_callback
 
 from cukv._plan import Plan, placement
-from cukv._recording import recording, set_bytes_to_zero
+from cukv._recording import recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from cukv._recording import Work
 
 _MAX_REMEMBERED = 64  # sets of addresses of one call; XLA keeps 16 captures of it
-_NUM_TICKETS = 4  # of these with tickets of their own; loops over donated arrays have one or two
 _ALIGNMENT = 256  # bytes, as XLA's own allocations on a GPU have
 _HOST = -1  # device of NumPy arrays
 _DEVICE_TYPES = {1: False, 2: True}  # DLPack's: whether arrays are on a GPU
@@ -119,8 +120,7 @@ class _DeviceMemory(Memory):
             with _placed(self._scratch, self._scratch, self._scratch):
                 return make()
         # The lists are filled already, and so the tickets must be zero. With those of a cascade lie
-        # states, which each call writes before it reads them: calls of one such plan follow each
-        # other, as they do unless XLA is told to run what it captures concurrently.
+        # states, which each call writes before it reads them.
         with _placed(self._arena(lists), self._tickets, self._scratch), recording():
             return make()
 
@@ -216,8 +216,8 @@ def _locate(buffers: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
 class _Callback:
     """What XLA calls, with the buffers of a call: its operands, its results and its scratch.
 
-    Tickets, by which CTAs count each other, are zero before and after a call. Those of calls with
-    the same buffers may be the same: such calls write the same results, one after another.
+    Tickets, by which CTAs count each other, are zero before and after a call, and are the same for
+    all buffers: calls on one device follow each other, as ``cukv.jax`` says.
     """
 
     def __init__(
@@ -235,9 +235,8 @@ class _Callback:
         self._recorded: dict[tuple[int, tuple[int, ...]], list[Work]] = {}
         self.scratch_bytes = 0
         self.launches = False  # shapes decide whether a call does anything
-        # Of each device: bytes of the tickets of one set of buffers, and those that are free.
-        self._tickets: dict[int, tuple[int, Iterator[int]]] = {}
-        self._zeros: list[Any] = []  # where they are
+        self._tickets: dict[int, tuple[int, int]] = {}  # of each device: address and bytes
+        self._zeros: list[Any] = []  # JAX's arrays that they are
 
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
         device, pointers = _locate((*operands, *results))
@@ -260,12 +259,11 @@ class _Callback:
         with cp.cuda.Device(device), recording() as recorded:
             self._on_device(arrays, scratch, tickets, device)
         self.launches |= bool(recorded)
-        self.scratch_bytes = max(self.scratch_bytes, scratch.used + tickets.used)
-        if size := tickets.used:
-            zeros = _zeros(_NUM_TICKETS * size, of_jax)
-            first = zeros.unsafe_buffer_pointer()
+        self.scratch_bytes = max(self.scratch_bytes, scratch.used)
+        if tickets.used:
+            zeros = _zeros(tickets.used, of_jax)
+            self._tickets[device] = zeros.unsafe_buffer_pointer(), zeros.nbytes
             self._zeros.append(zeros)
-            self._tickets[device] = size, iter(range(first, first + zeros.nbytes, size))
 
     def _on_host(self, pointers: Sequence[int]) -> None:
         arrays = [spec.on_host(p) for spec, p in zip(self._specs, pointers, strict=False)]
@@ -277,23 +275,13 @@ class _Callback:
         """Note what is to be launched for these buffers."""
         arrays = [spec.on_device(p, device) for spec, p in zip(self._specs, pointers, strict=False)]
         scratch = _Arena(pointers[-1], self.scratch_bytes, device)
+        tickets = _Arena(*self._tickets.get(device, (0, 0)), device)
         with cp.cuda.Device(device), recording() as recorded:
-            tickets = self._ticket(device, scratch)
             self._on_device(arrays, scratch, tickets, device)
         if len(self._recorded) >= _MAX_REMEMBERED:
             self._recorded.clear()
         self._recorded[device, pointers] = recorded
         return recorded
-
-    def _ticket(self, device: int, scratch: _Arena) -> _Arena:
-        """Give zero bytes for tickets, which are not given again: a graph may be using them."""
-        size, free = self._tickets.get(device, (0, iter(())))
-        pointer = next(free, None)
-        if pointer is None:
-            pointer = scratch.take(size)
-            if size:
-                set_bytes_to_zero(pointer, size)
-        return _Arena(pointer, size, device)
 
     def _on_device(
         self, arrays: list[Array], scratch: _Arena, tickets: _Arena, device: int
