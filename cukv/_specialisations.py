@@ -57,8 +57,12 @@ class DecodeTile(NamedTuple):
 
     @property
     def item_steps(self) -> int:
-        """What an item costs beside its keys, in steps."""
-        return 2 * self.round_steps
+        """What an item costs beside its keys, in steps.
+
+        On an H200, one request of 131072 tokens and 511 of 64 took 165 us at 3 rounds, where as
+        many tokens spread evenly took 159; 195 us at 2 rounds, 222 at 4.
+        """
+        return 3 * self.round_steps
 
     @property
     def cut_cost(self) -> int:
