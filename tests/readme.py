@@ -48,6 +48,7 @@ def condensed(bench: Any, peers: Any) -> dict[str, Any]:
         raise SystemExit(f"cukv and its peers do not agree: {', '.join(wrong)}")
     return {
         "datetime": bench["datetime"],
+        "partial": bench.get("partial"),
         "machine_info": {"gpu": gpu},
         "digest": bench["digest"],
         "ceilings": bench["ceilings"],
@@ -160,6 +161,36 @@ def _attention_rows() -> Iterator[Row]:
         yield Row("cascade `attend`", shape, name, f"cascade/b{batch}_s{prompt}_u{own}")
 
 
+# Benchmarks that are asked for a limit, whatever their shapes: the call, and on what.
+_ASKED = {
+    "test_decode_of_fp8_beside_bfloat16": ("`decode`", "64 x 8192 keys in fp8"),
+    "test_mixed_lengths_beside_even_ones": ("`decode`", "512 requests of mixed lengths"),
+    "test_four_rows_beside_one": ("`prefill`", "4 rows each on 64 x 8192 keys"),
+    "test_a_tree_mask_costs_little_more_than_causal": (
+        "`prefill`",
+        "4 x 4096 tokens, trees at the ends of prompts",
+    ),
+    "test_a_mixed_batch_costs_no_more_than_its_parts": (
+        "`prefill`",
+        "63 rows and a chunk of 2048, each on 8192 keys",
+    ),
+    "test_mla_decode_of_fp8_beside_bfloat16": ("MLA `decode`", "128 x 4096 latent rows in fp8"),
+    "test_cascade_of_a_common_prompt": ("cascade `attend`", "a common prompt"),
+    "test_cascade_of_a_random_prefix_tree": ("cascade `attend`", "random prefix trees"),
+    "test_cascade_of_a_trace": ("cascade `attend`", "64 requests of a Mooncake trace at a time"),
+    "test_cascade_grows": ("cascade `attend`", "prompts that are half shared, all sizes"),
+    "test_plan_update_of_decode": ("`plan.update`", "64 and 4096 requests"),
+    "test_prefixes_of_4096_requests_of_1000_pages": (
+        "`CascadeLevels.from_prefixes`",
+        "4096 requests of 1000 pages, on the host",
+    ),
+    "test_a_step_in_a_graph_of_cupy": (
+        "`jax.jit`",
+        "a step of `append` and `decode` over 32 layers",
+    ),
+}
+
+
 def paragraph(text: str) -> str:
     """Break lines as the README does."""
     return textwrap.fill(text, 100, break_on_hyphens=False) + "\n"
@@ -172,6 +203,10 @@ _UNMEASURED = paragraph(
 _HOW = (
     "GPU time under CUDA-graph replay with inputs rotated past the L2; answers are checked before "
     "anything is timed. Shares are of what that card itself did:"
+)
+_LIMITS = paragraph(
+    "What is asked of times in the same run, and what they were; of several shapes the one that is "
+    "furthest off:"
 )
 _PEERS = paragraph(
     f"The last column is the time of the fastest of FlashInfer {FLASHINFER} and cuDNN, backend by "
@@ -189,7 +224,7 @@ def speed(record: Any) -> str:
     beside = any(row.case in peers for row in measured)
     text = paragraph(
         f"One {gpu['device']}, driver {gpu['driver']}, CUDA {gpu['nvrtc']}, clocks as found, "
-        f"{record['datetime'][:10]}. {_of_these_kernels(record)}{_HOW} "
+        f"{record['datetime'][:10]}. {_cut_short(record)}{_of_these_kernels(record)}{_HOW} "
         f"{_ceilings(record['ceilings'])}."
     )
     if beside:
@@ -200,7 +235,12 @@ def speed(record: Any) -> str:
         benchmark = benchmarks[row.benchmark]
         cells = [row.kernel, row.shape, microseconds(benchmark), *_rate(benchmark["extra_info"])]
         text += _line(*cells, *[_peer(peers.get(row.case, {}))] * beside)
-    return text + _host_times(benchmarks)
+    return text + _limits(record["benchmarks"]) + _host_times(benchmarks)
+
+
+def _cut_short(record: Any) -> str:
+    """Say so if not all that was asked of the run was measured."""
+    return f"**The run was cut short: {record['partial']}.** " if record["partial"] else ""
 
 
 def _of_these_kernels(record: Any) -> str:
@@ -241,6 +281,25 @@ def _peer(row: Any) -> str:
         return ""
     peer = min(times, key=times.__getitem__)
     return f"{PEERS[peer]}, {times[peer] / row['cukv_us']:.2f} x"
+
+
+def _limits(benchmarks: Any) -> str:
+    """Make the table of what is asked and whether it is met, one line for all shapes of a kind."""
+    lines = ""
+    for kind, what in _ASKED.items():
+        infos = [b["extra_info"] for b in benchmarks if b["name"].partition("[")[0] == kind]
+        infos = [info for info in infos if "asked" in info]
+        if not infos:
+            continue
+        worst = max(infos, key=lambda info: info["reached"] / info["asked"])
+        met = sum(info["reached"] <= info["asked"] for info in infos)
+        said = ("no", "yes")[met] if len(infos) == 1 else f"{met} of {len(infos)}"
+        asked = f"at most {worst['asked']:g} {worst['of']}"
+        lines += _line(*what, f"{worst['reached']:.3g}", asked, said)
+    if not lines:
+        return ""
+    heads = _line("call", "on", "reached", "asked", "met") + "|---|---|---|---|---|\n"
+    return f"\n{_LIMITS}\n{heads}{lines}"
 
 
 _HOST = {"append": "`append`", "gather": "`gather`", "decode": "`decode`"}

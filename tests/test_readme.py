@@ -43,6 +43,7 @@ def bench():
         "commit_info": {"id": "abc"},
         "digest": digest(),
         "ceilings": {"copy": 4.414e12, "matmul": 7.341e14},
+        "partial": None,
         "benchmarks": [
             benchmark("test_decode[b64_kv8192_h32x8_d128_p16]", 487.654321e-6, **decode),
             benchmark("test_ragged_prefill[b4_q4096_kv4096_h32x8_d128_p16]", 1.2e-3, **prefill),
@@ -93,6 +94,30 @@ def test_a_table_says_what_was_measured_where():
     assert "`decode` 21.4 us (3.46 us with a plan made before)." in said
     assert "FlashInfer" not in text
     assert "test_" not in text
+
+
+def test_what_is_asked_stands_beside_what_is_reached_whether_it_is_met_or_not():
+    found = bench()
+    for name, reached, asked, of in (
+        ("test_cascade_of_a_random_prefix_tree[seed0_b8_pages300]", 1.2, 1.03, "of flat `decode`"),
+        ("test_cascade_of_a_random_prefix_tree[seed1_b32_pages20]", 1.0, 1.03, "of flat `decode`"),
+        ("test_four_rows_beside_one[b64]", 1.0315, 1.1, "of one row"),
+        ("test_prefixes_of_4096_requests_of_1000_pages", 51.0, 50, "ms"),
+    ):
+        found["benchmarks"].append(benchmark(name, 1e-6, reached=reached, asked=asked, of=of))
+    text = speed(condensed(found, []))
+    reached = ["1.2", "at most 1.03 of flat `decode`", "1 of 2"]
+    assert line(text, "| cascade `attend` | random")[2:] == reached
+    assert line(text, "| `prefill` | 4 rows")[2:] == ["1.03", "at most 1.1 of one row", "yes"]
+    assert line(text, "| `CascadeLevels.from")[2:] == ["51", "at most 50 ms", "no"]
+    assert "asked" not in speed(condensed(bench(), []))
+
+
+def test_a_run_that_was_cut_short_says_so():
+    found = bench() | {"partial": "5 of 270 benchmarks were run"}
+    said = words(speed(condensed(found, [])))
+    assert "**The run was cut short: 5 of 270 benchmarks were run.**" in said
+    assert "cut short" not in words(speed(condensed(bench(), [])))
 
 
 def test_peers_are_compared_within_their_own_run():

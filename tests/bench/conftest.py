@@ -1,13 +1,16 @@
 """Benchmarks of every operation, for pytest-benchmark: GPU time from events under graph replay.
 
-``pytest tests/bench --benchmark-json bench.json`` runs them on a GPU. ``--rehearse`` runs each once
-in NumPy, at small sizes and without timing: what can be tested where there is no GPU.
+``pytest tests/bench --benchmark-json bench.json`` runs them on a GPU. Only wrong answers and errors
+fail: what is asked of times, and whether it is met, stands in the last table and in the JSON.
+``--rehearse`` runs each once in NumPy, at small sizes and without timing: what can be tested where
+there is no GPU.
 """
 
 from typing import Any
 
 import numpy as np
 import pytest
+from bench_record import Recorder
 from gpu_record import digest, machine
 from inputs import HOME
 from timing import CLOCK, Ceilings, Measure, measure_ceilings
@@ -32,10 +35,17 @@ def pytest_addoption(parser):
         metavar="FILE",
         help="a Mooncake trace, whose requests' shared prefixes are attended as cascades",
     )
+    group.addoption(
+        "--within",
+        type=float,
+        metavar="SECONDS",
+        help="begin no benchmark after so many seconds; growth with sizes comes last",
+    )
 
 
 def pytest_configure(config):
     config.stash[ROWS] = []
+    config.pluginmanager.register(Recorder(config, lambda: ceilings_of(config)))
     if config.option.rehearse:
         HOME.xp = np
 
@@ -54,22 +64,29 @@ def ceilings(pytestconfig):
     return found
 
 
+def ceilings_of(config):
+    """Give the ceilings by name; None before they are measured."""
+    ceilings = config.stash.get(CEILINGS, None)
+    return ceilings and ceilings._asdict()
+
+
 @pytest.fixture
-def measure(benchmark, ceilings, request):
+def measure(benchmark, ceilings):
     """Give what times Work: see timing.py."""
-    yield Measure(benchmark, ceilings)
-    if benchmark.extra_info and benchmark.stats is not None:
-        median = benchmark.stats.stats.median
-        request.config.stash[ROWS].append((request.node.name, median, benchmark.extra_info))
+    return Measure(benchmark, ceilings)
 
 
 @pytest.fixture(autouse=True)
 def grouped_and_alone(request):
-    """Group benchmarks by operation; give the memory of each back."""
+    """Group benchmarks by operation; list what they reach; give the memory of each back."""
+    benchmark = None
     if "benchmark" in request.fixturenames:
         benchmark = request.getfixturevalue("benchmark")
         benchmark.group = request.node.path.stem.removeprefix("test_bench_")
     yield
+    if benchmark and benchmark.extra_info and benchmark.stats is not None:
+        median = benchmark.stats.stats.median
+        request.config.stash[ROWS].append((request.node.name, median, benchmark.extra_info))
     if is_available():
         import cupy as cp
 
@@ -94,24 +111,25 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 def pytest_benchmark_update_json(config, output_json):
     """Say what the card was measured to do at most, per second, and which sources were timed."""
-    ceilings = config.stash.get(CEILINGS, None)
-    output_json["ceilings"] = ceilings and ceilings._asdict()
-    output_json["digest"] = digest()
+    output_json |= {"ceilings": ceilings_of(config), "digest": digest()}
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """List what was reached, which pytest-benchmark's table has no columns for."""
+    """List what was reached and asked, which pytest-benchmark's table has no columns for."""
     rows = config.stash[ROWS]
     if not rows or config.option.rehearse:
         return
     width = max(len(name) for name, *_ in rows)
     terminalreporter.section("GPU time, rates, and their share of the measured ceilings")
-    heads = "".join(f"{head:>11}" for head in ("us", *_COLUMNS.values(), "ratio"))
-    terminalreporter.write_line(f"{'':{width}}{heads}")
+    heads = "".join(f"{head:>11}" for head in ("us", *_COLUMNS.values(), "reached"))
+    terminalreporter.write_line(f"{'':{width}}{heads}  asked")
     for name, seconds, info in rows:
         cells = [f"{1e6 * seconds:11.2f}"]
-        for key in (*_COLUMNS, "ratio"):
+        for key in (*_COLUMNS, "reached"):
             value = info.get(key)
-            form = "11.1%" if key.startswith("of_") else "11.3f" if key == "ratio" else "11.1f"
+            form = "11.1%" if key.startswith("of_") else "11.3f" if key == "reached" else "11.1f"
             cells.append(" " * 11 if value is None else f"{value:{form}}")
+        if "asked" in info:
+            met = "met" if info["reached"] <= info["asked"] else "MISSED"
+            cells.append(f"  at most {info['asked']:g} {info['of']}: {met}")
         terminalreporter.write_line(f"{name:{width}}{''.join(cells)}".rstrip())

@@ -15,9 +15,9 @@ BATCH = 64  # requests of a trace that are decoded together
 
 
 def beside_flat(measure, cascade, flat, shape=None):
-    """Time a cascade beside flat decoding: never more than 3 % slower."""
+    """Time a cascade beside flat decoding, of which it may take 1.03."""
     took = measure(cascade, shape, flat=flat)
-    measure.at_most(took["this"] / took["flat"], 1.03)
+    measure.ask(1.03, "of flat `decode`", took["this"] / took["flat"])
 
 
 @shapes(Shape(64, 8192 + 256), Shape(256, 2048 + 128))
@@ -26,7 +26,7 @@ def test_cascade_of_a_common_prompt(measure, shape):
     beside_flat(measure, *shared(*common_prompt(shape, shape.kv_len - own), shape), shape)
 
 
-@growth(Shape(64, 4096), batch_size=(4, 16, 64, 256), kv_len=(512, 2048, 16384), heads=(1, 2, 4, 8))
+@growth(Shape(64, 4096), batch_size=(4, 16, 64, 256), kv_len=(512, 2048, 16384), heads=(1, 4))
 def test_cascade_grows(measure, shape):
     beside_flat(measure, *shared(*common_prompt(shape, shape.kv_len // 2), shape), shape)
 

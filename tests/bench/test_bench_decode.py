@@ -34,8 +34,8 @@ def test_decode(measure, shape):
 @growth(
     Shape(16, 4096),
     batch_size=(1, 4, 16, 64, 256),
-    kv_len=(256, 1024, 4096, 16384, 65536),
-    heads=(1, 2, 4, 8, 16),
+    kv_len=(256, 1024, 16384, 65536),
+    heads=(1, 4, 16),
 )
 def test_decode_grows(measure, shape):
     measure(paged(shape), shape)
@@ -45,7 +45,7 @@ def test_decode_grows(measure, shape):
 @shapes(Shape(64, 8192, dtype="float8_e4m3fn"))
 def test_decode_of_fp8_beside_bfloat16(measure, shape):
     took = measure(paged(shape), shape, bfloat16=paged(Shape(shape.batch_size, shape.kv_len)))
-    measure.at_most(took["this"] / took["bfloat16"], 0.56)
+    measure.ask(0.56, "of bfloat16", took["this"] / took["bfloat16"])
 
 
 # Speculative decoding: the keys are read once for four rows.
@@ -53,7 +53,7 @@ def test_decode_of_fp8_beside_bfloat16(measure, shape):
 def test_four_rows_beside_one(measure, shape):
     one = Shape(shape.batch_size, shape.kv_len)
     took = measure(paged(shape), shape, one_row=paged(one))
-    measure.at_most(took["this"] / took["one_row"], 1.10)
+    measure.ask(1.10, "of one row", took["this"] / took["one_row"])
 
 
 def mixed_lens(kind):
@@ -71,4 +71,4 @@ def test_mixed_lengths_beside_even_ones(measure, kind):
         lens = [min(n, 90) for n in lens[:4]]
     even = [sum(lens) // len(lens)] * len(lens)
     took = measure(paged(Shape(), kv_lens=lens), even=paged(Shape(), kv_lens=even))
-    measure.at_most(took["this"] / took["even"], 1 / 0.90)
+    measure.ask(1.11, "of even lengths", took["this"] / took["even"])

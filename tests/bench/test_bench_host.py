@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from inputs import HOME, Shape, normal, offsets, truth_values
-from timing import host_time
+from timing import ask, host_time
 from works import append, append_mla, common_prompt, copy_pages, gather, mla, paged, ragged, shared
 
 from cukv import CascadeLevels, PageTable, merge_states, packbits, segment_packbits
@@ -68,6 +68,6 @@ def test_prefixes_of_4096_requests_of_1000_pages(benchmark):
     ids = np.concatenate(lists).astype(np.int32)
     indptr = np.arange(4097, dtype=np.int32) * 1000
     table = PageTable(indptr, ids, np.full(4096, 16, np.int32), 16)
-    host_time(benchmark, lambda: CascadeLevels.from_prefixes(table))
-    if benchmark.stats is not None and HOME.xp is not np:
-        assert benchmark.stats.stats.median <= 50e-3
+    host_time(benchmark, lambda: CascadeLevels.from_prefixes(table), rounds=5)
+    if benchmark.stats is not None:
+        ask(benchmark, 50, "ms", 1e3 * benchmark.stats.stats.median)

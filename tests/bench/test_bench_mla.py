@@ -38,8 +38,8 @@ def test_mla_decode(measure, shape):
 @growth(
     latent(64, 4096, 64),
     batch_size=(1, 4, 16, 64, 256),
-    kv_len=(256, 1024, 4096, 16384),
-    num_qo_heads=(1, 8, 16, 32, 64, 128),
+    kv_len=(256, 1024, 16384),
+    num_qo_heads=(1, 16, 32, 128),
 )
 def test_mla_decode_grows(measure, shape):
     measure(mla(shape), shape)
@@ -54,4 +54,4 @@ def test_mla_decode_of_fp8(measure, shape):
 def test_mla_decode_of_fp8_beside_bfloat16(measure, shape):
     bfloat16 = latent(shape.batch_size, shape.kv_len, shape.num_qo_heads)
     took = measure(mla(shape, kpe_dtype="bfloat16"), shape, bfloat16=mla(bfloat16))
-    measure.at_most(took["this"] / took["bfloat16"], 0.65)
+    measure.ask(0.65, "of bfloat16", took["this"] / took["bfloat16"])

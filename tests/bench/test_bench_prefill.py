@@ -26,8 +26,8 @@ def test_ragged_prefill(measure, shape):
 @growth(
     prompts(4, 2048),
     batch_size=(1, 4, 16, 64),
-    tokens=(128, 512, 2048, 8192),
-    heads=(1, 2, 4, 8, 16),
+    tokens=(128, 512, 8192),
+    heads=(1, 4, 16),
 )
 def test_ragged_prefill_grows(measure, shape):
     measure(ragged(shape), shape)
@@ -48,8 +48,8 @@ def test_paged_prefill(measure, shape):
     Shape(16, 4096, qo_len=512),
     batch_size=(1, 4, 16, 64),
     kv_len=(512, 2048, 8192, 32768),
-    qo_len=(8, 64, 512, 2048),
-    heads=(1, 2, 4, 8, 16),
+    qo_len=(8, 64, 2048),
+    heads=(1, 4, 16),
 )
 def test_paged_prefill_grows(measure, shape):
     measure(paged(shape), shape)
@@ -64,7 +64,7 @@ def test_a_random_mask(measure, shape):
 @shapes(prompts(4, 4096))
 def test_a_tree_mask_costs_little_more_than_causal(measure, shape):
     took = measure(ragged(shape, tree(shape)), shape, causal=ragged(shape))
-    measure.at_most(took["this"] / took["causal"], 1.15)
+    measure.ask(1.15, "of causal", took["this"] / took["causal"])
 
 
 @shapes(Shape(64, 8192))
@@ -75,4 +75,4 @@ def test_a_mixed_batch_costs_no_more_than_its_parts(measure, shape):
         rows=paged(shape, rows, [shape.kv_len] * len(rows)),
         chunk=paged(shape, chunk, [shape.kv_len]),
     )
-    measure.at_most(took["this"] / (took["rows"] + took["chunk"]), 1.10)
+    measure.ask(1.10, "of both alone", took["this"] / (took["rows"] + took["chunk"]))

@@ -5,7 +5,6 @@ not timed: while that one runs, the host launches the next, so that no launch is
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ import cupy as cp
 import numpy as np
 from inputs import HOME, normal, poison
 
-ROUNDS = 15
+ROUNDS = 9
 _CALLS, _MAX_CALLS = 32, 256  # of a graph
-_SHORT, _LONG = 2e-3, 8e-3  # seconds: what a graph takes at least, and what _CALLS may take
+_SHORT, _LONG = 2e-3, 4e-3  # seconds: what a graph takes at least, and what _CALLS may take
 _NOMINAL = 1e-6  # seconds that a rehearsed call is said to take
 
 
@@ -84,7 +83,9 @@ class Replay:
             self._end.synchronize()
             times = rotations(len(calls), self._elapsed() / len(calls))
             self.num_calls = times * len(calls)
-            self._stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
+            # Relaxed: captured calls that keep scratch for their replays take memory of the device,
+            # as the calls before the capture left scratch of one call in the pool.
+            self._stream.begin_capture(cp.cuda.runtime.streamCaptureModeRelaxed)
             try:
                 self._run(times)
             finally:  # a capture left open would fail all that follows
@@ -225,14 +226,23 @@ class Measure:
         info |= {f"{name}_us": 1e6 * t for name, t in took.items() if name != "this"}
         return took
 
-    def at_most(self, ratio: float, limit: float) -> None:
-        """Record a ratio of times and what it is held to; raise if it is larger."""
-        self._benchmark.extra_info |= {"ratio": ratio, "limit": limit}
-        assert HOME.xp is np or ratio <= limit, f"{ratio:.3f}, at most {limit} is allowed"
+    def ask(self, limit: float, of: str, reached: float) -> None:
+        """Record a limit: see the function."""
+        ask(self._benchmark, limit, of, reached)
 
 
-def host_time(benchmark: Any, call: Callable[[], Any]) -> None:
+def ask(benchmark: Any, limit: float, of: str, reached: float) -> None:
+    """Record what is asked of a benchmark, at most ``limit`` of a time or a unit, and what it is.
+
+    A limit that is missed fails nothing, it is shown; only wrong answers fail.
+    """
+    benchmark.extra_info |= {"reached": reached, "asked": limit, "of": of}
+
+
+def host_time(benchmark: Any, call: Callable[[], Any], rounds: int = 25) -> None:
     """Time what one call costs the host when nothing is queued, until it returns."""
-    idle = cp.cuda.Device().synchronize if HOME.xp is cp else lambda: time.sleep(0)
-    rounds = 40 if HOME.xp is cp else 1
-    benchmark.pedantic(call, setup=idle, rounds=rounds, warmup_rounds=5 if HOME.xp is cp else 0)
+    if HOME.xp is np:
+        benchmark.pedantic(call)
+    else:
+        idle = cp.cuda.Device().synchronize
+        benchmark.pedantic(call, setup=idle, rounds=rounds, warmup_rounds=rounds // 5)
