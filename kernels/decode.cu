@@ -7,7 +7,8 @@
 // most ROWS. A CTA owns one KV head and one part of the work list. Warp w takes every WARPS-th step
 // of TOKENS keys of the part through a ring of buffers of its own, so that loads run ahead across
 // items; the warps' states merge in shared memory at the end of each item, and the states of a tile
-// of several items in the CTA that finishes last.
+// of several items in the CTA that finishes last. Of a cascade, a CTA keeps the states of its leaves
+// until it has all of them and the launch before has left those of what they share.
 // Bound by HBM: the K and V rows of one KV head, once. The CTAs of all KV heads walk side by side,
 // so that the heads of an NHD page are read close in time.
 // Host: cukv/paged.py PagedKVCache.decode, PagedKVCache.prefill
@@ -99,12 +100,16 @@ struct DecodeCta {
     // of it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
     static __device__ __forceinline__ void finish_item(
         const DecodeParams& p, Smem& smem, const Item& item, int kv_head, int first_warp) {
-        if (p.levels.given()) {
-            griddepcontrol_wait();
-        }
         if (item.first_slot < 0) {
             each_vector(p, item, [&](int row, int feat) {
-                finish(p, smem.states.merge(row, feat, first_warp), item, kv_head, row, feat);
+                const auto state = smem.states.merge(row, feat, first_warp);
+                if (!p.levels.given()) {
+                    finish(p, state, item, kv_head, row, feat);
+                } else if (!item.is_left) {
+                    p.levels.keep(
+                        state, PackedRow(p.group, item, kv_head, row),
+                        p.work.num_kv_heads * p.group.divisor, p.head_dim_vo, feat);
+                }
             });
         } else if (item.num_rows > 0) {
             const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
@@ -116,10 +121,52 @@ struct DecodeCta {
                 }
             });
             if (slots.takes_last_ticket(smem.last)) {
+                if (p.levels.given()) {
+                    griddepcontrol_wait();
+                }
                 slots.template each_vector<THREADS>(
                     p.head_dim_vo, [&](const State<1, 4>& state, int row, int feat) {
                         finish(p, state, item, kv_head, row, feat);
                     });
+            }
+        }
+    }
+
+    // Finishes the tiles of a cascade's leaves that are one item each: merges what this CTA has
+    // kept of them and what the launch before has left, a few vectors of a thread at a time.
+    static __device__ __forceinline__ void finish_kept(
+        const DecodeParams& p, int32_t first_item, int32_t end_item, int kv_head) {
+        constexpr int VECS = HEAD_DIM_VO / 4, OF_ITEM = ROWS * VECS, NUM = 4;
+        static_assert(THREADS % VECS == 0, "a thread has the same features of all its rows");
+        __syncthreads();  // all states are kept
+        griddepcontrol_wait();
+        const int feat = threadIdx.x % VECS * 4;
+        const int num = (end_item - first_item) * OF_ITEM;
+#pragma unroll 1
+        for (int base = threadIdx.x; base < num; base += NUM * THREADS) {
+            PackedRow at[NUM];
+            bool here[NUM];
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                const int own = min(base + i * THREADS, num - 1);
+                const Item item = load_item(p.work.items + first_item + own / OF_ITEM);
+                const int row = own / VECS % ROWS;
+                at[i] = PackedRow(p.group, item, kv_head, row);
+                here[i] = base + i * THREADS < num && row < item.num_rows && item.first_slot < 0 &&
+                          feat < p.head_dim_vo;
+            }
+            State<1, 4> states[NUM];
+            p.levels.add_all_to(
+                states, at, here, p.work.num_kv_heads * p.group.divisor, p.head_dim_vo, feat);
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                if (here[i]) {
+                    const RowResult<DecodeParams> result(p, at[i], states[i].m, states[i].d);
+                    result.store(states[i].o[0], feat);
+                    if (feat == 0) {
+                        result.store_lse();
+                    }
+                }
             }
         }
     }
@@ -226,6 +273,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         if (has_next) {
             item = p.work.items[item_idx + 1];
         }
+    }
+
+    // 5 of a cascade, its leaves and what they share
+    if (p.levels.given()) {
+        Cta::finish_kept(p, first_item, end_item, kv_head);
     }
 }
 

@@ -12,14 +12,86 @@ namespace cukv {
 struct Levels {
     const int32_t* q_rows;  // [num_levels, num_rows] row of q that each row is; null: itself
     const int32_t* o_rows;  // the same of o and lse, negative: of none; null: itself
-    const float* o;         // [num_levels, num_rows, num_qo_heads, head_dim_vo]; null: no states
-    const float* lse;       // [num_levels, num_rows, num_qo_heads] base 2, -inf where o is nothing
+    float* o;               // [num_levels, num_rows, num_qo_heads, head_dim_vo]; null: no states
+    float* lse;             // [num_levels, num_rows, num_qo_heads] base 2, -inf where o is nothing
     int64_t num_rows;
     int32_t num_levels;
     int32_t q_adjacent;  // 1: adjacent rows of a request are adjacent rows of q
 
     // Whether this launch merges the states that the one before it leaves.
     __device__ __forceinline__ bool given() const { return o != nullptr; }
+
+    // Stores four sums of a leaf's row as the state of level 0, and with the first its lse.
+    __device__ __forceinline__ void keep(
+        const State<1, 4>& state,
+        const PackedRow& at,
+        int num_qo_heads,
+        int head_dim,
+        int feat) const {
+        const int64_t row = at.q_row * num_qo_heads + at.qo_head;
+        const float factor = state.d > 0.0f ? 1.0f / state.d : 0.0f;
+        const float (&x)[4] = state.o[0];
+        *reinterpret_cast<float4*>(o + row * head_dim + feat) =
+            make_float4(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
+        if (feat == 0) {
+            lse[row] = state.m + log2f(state.d);
+        }
+    }
+
+    // Adds to sums of NUM rows of leaves the states of all levels. Rows that are not `here` are
+    // none.
+    template <int NUM>
+    __device__ __forceinline__ void add_all_to(
+        State<1, 4> (&states)[NUM],
+        const PackedRow (&at)[NUM],
+        const bool (&here)[NUM],
+        int num_qo_heads,
+        int head_dim,
+        int feat) const {
+        constexpr int IN_FLIGHT = 4;
+#pragma unroll 1
+        for (int32_t base = 0; base < num_levels; base += IN_FLIGHT) {
+            int64_t row[NUM][IN_FLIGHT];
+            float m[NUM][IN_FLIGHT];
+            float4 x[NUM][IN_FLIGHT];
+#pragma unroll
+            for (int i = 0; i < NUM * IN_FLIGHT; ++i) {
+                const int32_t level = base + i % IN_FLIGHT;
+                const PackedRow& of = at[i / IN_FLIGHT];
+                row[i / IN_FLIGHT][i % IN_FLIGHT] =
+                    (level * num_rows + of.q_row) * num_qo_heads + of.qo_head;
+                float& found = m[i / IN_FLIGHT][i % IN_FLIGHT];
+                found = NO_KEY;
+                if (here[i / IN_FLIGHT] && level < num_levels) {
+                    found = __ldcg(lse + row[i / IN_FLIGHT][i % IN_FLIGHT]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < NUM * IN_FLIGHT; ++i) {
+                float4& to = x[i / IN_FLIGHT][i % IN_FLIGHT];
+                to = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (m[i / IN_FLIGHT][i % IN_FLIGHT] > NO_KEY) {
+                    const int64_t from = row[i / IN_FLIGHT][i % IN_FLIGHT] * head_dim + feat;
+                    to = __ldcg(reinterpret_cast<const float4*>(o + from));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < NUM; ++n) {
+                float largest = states[n].m;
+#pragma unroll
+                for (int i = 0; i < IN_FLIGHT; ++i) {
+                    largest = fmaxf(largest, m[n][i]);
+                }
+                states[n].raise(largest);
+#pragma unroll
+                for (int i = 0; i < IN_FLIGHT; ++i) {
+                    const float4& y = x[n][i];
+                    const float sums[1][4] = {{y.x, y.y, y.z, y.w}};
+                    states[n].add(m[n][i], 1.0f, sums);
+                }
+            }
+        }
+    }
 
     // Adds to four sums of a leaf's row what was left of it, at levels from `first` on.
     __device__ __forceinline__ void add_to(

@@ -20,6 +20,8 @@ struct PackedRow {
     int64_t q_row;
     int64_t qo_head;
 
+    PackedRow() = default;
+
     __device__ __forceinline__
     PackedRow(const Divisor& group, const Item& item, int kv_head, int row) {
         const uint32_t packed = item.first_row + row;
