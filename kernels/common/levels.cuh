@@ -15,8 +15,15 @@ struct Levels {
     float* o;               // [num_levels, num_rows, num_qo_heads, head_dim_vo]; null: no states
     float* lse;             // [num_levels, num_rows, num_qo_heads] base 2, -inf where o is nothing
     int64_t num_rows;
-    int32_t num_levels;
+    int32_t num_levels;  // that states lie at: one for each item of a shared tile, if they merge
     int32_t q_adjacent;  // 1: adjacent rows of a request are adjacent rows of q
+    int32_t num_splits;  // where they are left: shared tiles of as many items are not merged
+
+    // How many rows behind those of its tile an item leaves its states; -1: they go to a slot.
+    __device__ __forceinline__ int64_t split_row(const Item& item) const {
+        const bool apart = item.num_items <= num_splits && item.first_q_row >= num_rows;
+        return apart ? item.item_idx * (num_levels - 1) * num_rows : -1;
+    }
 
     // Whether this launch merges the states that the one before it leaves.
     __device__ __forceinline__ bool given() const { return o != nullptr; }

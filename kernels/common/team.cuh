@@ -188,7 +188,8 @@ struct Team {
             d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
         }
         bool done = true;
-        if (item.first_slot >= 0) {
+        const int64_t split_row = item.first_slot < 0 ? 0 : p.levels.split_row(item);
+        if (split_row < 0) {
 #pragma unroll
             for (int i = 0; i < Cta::State::O_VALUES; ++i) {
                 state.o[i / 4][i % 4] *= rows.behind[i % 4 / 2];
@@ -202,7 +203,7 @@ struct Team {
                 slots.merge(state.o, m, d);
             }
         }
-        const bool results = done && store(slot, m, d, rows.behind);
+        const bool results = done && store(slot, m, d, rows.behind, max(split_row, int64_t{0}));
         fence_proxy_async();
         if (lane_idx == 0 && warp_idx % 4 == 0) {
             order.results = results;
@@ -212,7 +213,11 @@ struct Team {
 
     // Stores finished rows; true: as results in the memory of their queries.
     __device__ __forceinline__ bool store(
-        int slot, const float (&m)[2], const float (&d)[2], const float (&behind)[2]) {
+        int slot,
+        const float (&m)[2],
+        const float (&d)[2],
+        const float (&behind)[2],
+        int64_t split_row) {
         constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const typename Cta::Order& order = smem.orders[slot][team];
         const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
@@ -220,7 +225,8 @@ struct Team {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int at_row = row + 8 * h;
-            const PackedRow at(p.group, order.item, order.kv_head, at_row);
+            PackedRow at(p.group, order.item, order.kv_head, at_row);
+            at.q_row += split_row;
             RowResult<Params> result(p, at, m[h], d[h]);
             result.factor *= behind[h];
             factor[h] = result.factor;
