@@ -39,7 +39,15 @@ from cukv._launches import (
 from cukv._plan import Batch, Cut, Plan, WorkSizes
 from cukv._specialisations import Sm90Tile, sm90_tiles
 from cukv._tensor_maps import KvMaps, are_paged, kv_maps
-from cukv._tiles import Grid, Served, choose_grid, choose_level_tiles, choose_tiles, portable_tile
+from cukv._tiles import (
+    Grid,
+    Served,
+    choose_grid,
+    choose_level_grids,
+    choose_level_tiles,
+    choose_tiles,
+    portable_tile,
+)
 from cukv.masks import PackedMask
 
 if TYPE_CHECKING:
@@ -169,7 +177,12 @@ class PagedAttention:
             served = choose_level_tiles(*layout, *leaves, paged)
             num_rows = levels.num_levels * levels.num_rows
         device = self._pages.first.device
-        tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
+        grids: tuple[Grid, ...]
+        if levels is None:
+            grids = tuple(choose_grid(tile, num_kv_heads, device) for tile, _, _ in served)
+        else:
+            grids = choose_level_grids(served[0].tile, served[1].tile, num_kv_heads, device)
+        tiles = list(zip((tile for tile, _, _ in served), grids, strict=True))
         cuts = [
             Cut(
                 rows=tile.rows,

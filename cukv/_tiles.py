@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _SHORT_TOKENS = 2048  # of a request
 _LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
 _MAX_HEADS_AT_ONCE = 8  # KV heads that prefill_sm90 works on
+_SHARED_SMS = 0.5  # of all; on the others are a cascade's leaves
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
@@ -193,6 +194,25 @@ def choose_grid(tile: Tile, num_kv_heads: int, device: int) -> Grid:
         heads = max(n for n in range(1, _MAX_HEADS_AT_ONCE + 1) if num_kv_heads % n == 0)
         return Grid(num_ctas, num_parts, heads)
     return Grid(num_parts * num_kv_heads, num_parts, num_kv_heads)
+
+
+def choose_level_grids(
+    shared: Tile, leaves: Tile, num_kv_heads: int, device: int
+) -> tuple[Grid, Grid]:
+    """Deal what a cascade's leaves share to some SMs and its leaves to the others.
+
+    One computes while the other reads. Where items are dealt to whoever gets done, there may be any
+    number of CTAs.
+    """
+    grids = choose_grid(shared, num_kv_heads, device), choose_grid(leaves, num_kv_heads, device)
+    if not isinstance(shared, Sm90Tile) or _SHARED_SMS >= 1:
+        return grids
+    own = int(num_sms(device) * _SHARED_SMS)
+    num_parts = max(1, (num_sms(device) - own) * ctas_per_sm(leaves, device) // num_kv_heads)
+    return (
+        grids[0]._replace(num_ctas=max(1, own)),
+        Grid(num_parts * num_kv_heads, num_parts, num_kv_heads),
+    )
 
 
 def ctas_per_sm(tile: Tile | LatentTile, device: int) -> int:
