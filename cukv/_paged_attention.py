@@ -160,7 +160,10 @@ class PagedAttention:
         paged = self._paged if first_seen is None else None
         served = choose_tiles(op, self._pages, self._aligned, *sizes, batch_invariant, paged)
         device = self._pages.first.device
-        tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
+        request_tokens = num_tokens // table.batch_size
+        tiles = [
+            (tile, choose_grid(tile, num_kv_heads, request_tokens, device)) for tile, _, _ in served
+        ]
         cuts = [
             Cut(
                 rows=tile.rows,

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 _SHORT_TOKENS = 2048  # of a request
 _LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
-_MAX_HEADS_AT_ONCE = 8  # KV heads that prefill_sm90 works on
+# KV heads that prefill_sm90 works on at a time: keys and values of a request stay in the L2.
+_MAX_HEADS_AT_ONCE = 8
+_L2_BYTES = 40 << 20
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
 
 
@@ -145,13 +147,14 @@ def portable_tile(tile: Tile, aligned: bool) -> Tile:
     )
 
 
-def choose_grid(tile: Tile, num_kv_heads: int, device: int) -> Grid:
-    """Deal work to as many CTAs as run at a time."""
+def choose_grid(tile: Tile, num_kv_heads: int, request_tokens: int, device: int) -> Grid:
+    """Deal work to as many CTAs as run at a time; requests have so many keys on average."""
     num_ctas = num_sms(device) * ctas_per_sm(tile, device)
     num_parts = max(1, num_ctas // num_kv_heads)
     if isinstance(tile, Sm90Tile):
-        # Keys of so many heads stay in the L2.
-        heads = max(n for n in range(1, _MAX_HEADS_AT_ONCE + 1) if num_kv_heads % n == 0)
+        head_bytes = request_tokens * (tile.head_dim + tile.head_dim_vo) * tile.dtype.itemsize
+        most = min(_MAX_HEADS_AT_ONCE, max(1, _L2_BYTES // max(head_bytes, 1)))
+        heads = max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
         return Grid(num_ctas, num_parts, heads)
     return Grid(num_parts * num_kv_heads, num_parts, num_kv_heads)
 

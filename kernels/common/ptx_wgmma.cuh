@@ -31,6 +31,15 @@ __device__ __forceinline__ void hold(float (&d)[TILES][4]) {
     }
 }
 
+// No instruction: tells the compiler that nobody wants these values, so that it does not keep them.
+template <int TILES>
+__device__ __forceinline__ void forget(float (&d)[TILES][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES * 4; ++i) {
+        asm volatile("" : "=f"(d[i / 4][i % 4]));
+    }
+}
+
 // d = (adds ? d : 0) + a b with d [64, 8 * TILES] float32, of whose rows warp w of the warpgroup
 // has 16 w to 16 w + 15, in its lanes as mma_m16n8k16 has c. a [64, 16] and b [16, 8 * TILES] lie
 // in tiles in shared memory, both with rows along the product's sum.

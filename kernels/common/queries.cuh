@@ -220,6 +220,19 @@ __device__ __forceinline__ void store_4(char* to, const float (&x)[4], int kind,
     }
 }
 
+// A sink is one more logit of a row, without a value: moves the row's maximum and denominator, and
+// gives what its sums are to be multiplied by. Params: sinks, sinks_stride, sinks_kind.
+template <typename Params>
+__device__ __forceinline__ float add_sink(const Params& p, int64_t qo_head, float& m, float& d) {
+    const float sink = LOG2_E * load_element(p.sinks + qo_head * p.sinks_stride, p.sinks_kind);
+    const float m_new = fmaxf(m, sink);
+    const float base = m_new > NO_KEY ? m_new : 0.0f;
+    const float scale = ex2(m - base);
+    d = fmaf(d, scale, ex2(sink - base));
+    m = m_new;
+    return scale;
+}
+
 // What finishes a row: sums times `factor` are its output. Params: sinks, sinks_stride, sinks_kind,
 // v_scale, o, o_rows, lse, lse_rows.
 template <typename Params>
@@ -229,21 +242,12 @@ struct RowResult {
     float factor;
     float lse;
 
-    // Of a row's maximum and denominator. A sink is one more logit, without a value.
+    // Of a row's maximum and denominator.
     __device__ __forceinline__ RowResult(const Params& p, const PackedRow& at, float m, float d)
         : p(p), at(at) {
-        float scale = 1.0f;
-        if (p.sinks != nullptr) {
-            const char* from = p.sinks + at.qo_head * p.sinks_stride;
-            const float sink = LOG2_E * load_element(from, p.sinks_kind);
-            const float m_new = fmaxf(m, sink);
-            const float base = m_new > NO_KEY ? m_new : 0.0f;
-            scale = ex2(m - base);
-            d = fmaf(d, scale, ex2(sink - base));
-            m = m_new;
-        }
-        factor = d > 0.0f ? scale * p.v_scale.get() / d : 0.0f;
-        lse = m + log2f(d);
+        const float scale = p.sinks != nullptr ? add_sink(p, at.qo_head, m, d) : 1.0f;
+        factor = d > 0.0f ? __fdividef(scale * p.v_scale.get(), d) : 0.0f;
+        lse = m + __log2f(d);
     }
 
     // Stores the outputs of four sums; adding 0 makes those of a row without keys +0.

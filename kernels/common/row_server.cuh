@@ -93,7 +93,7 @@ struct RowServer {
     __device__ __forceinline__ void store_results(int slot, uint32_t parity) const {
         mbarrier_try_wait(smem.o_full[slot][team], parity);
         const Order order = smem.orders[slot][team];
-        if (!order.results) {
+        if (!Cta::is_staged(p, order.item)) {
             return;
         }
         if (p.o_mapped && Cta::own_rows(order.item, team) == Cta::TEAM_ROWS) {

@@ -8,8 +8,8 @@
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/logits.cuh"
+#include "common/team_results.cuh"
 #include "common/team_sight.cuh"
-#include "common/team_slots.cuh"
 #include "common/warpgroup_state.cuh"
 
 namespace cukv {
@@ -20,6 +20,8 @@ struct Team {
     using Queries = typename Cta::Queries;
     using Keys = typename Cta::Keys;
     using Values = typename Cta::Values;
+    using Results = TeamResults<KV, Cta, Params>;
+    using Ended = typename Results::Ended;
 
     const Params& p;
     typename Cta::Smem& smem;
@@ -28,6 +30,7 @@ struct Team {
     float scale;        // of scores, to base 2
     float score_scale;  // of scores before they are capped
     typename Cta::State state;
+    Results results;
 
     // The item.
     int slot = 0;
@@ -36,8 +39,11 @@ struct Team {
     int32_t first_token;
     TeamSight<Cta, Cta::MASKED> sight;
     bool starts = true;  // the sums that come next are the item's first
+    bool ends = false;   // they are its last, and no scores are left
+    bool plain = false;  // all rows see all keys of the scores that come next
 
-    typename Cta::Place k, v;
+    RingPlace<Cta::K_STAGES> k;
+    RingPlace<Cta::V_STAGES> v;
     bool k_here = false, v_here = false;
     uint32_t dropped = 0;  // pieces of the step
 
@@ -47,27 +53,31 @@ struct Team {
           team(warp_idx / 4 - 1),
           warp_idx(warp_idx),
           lane_idx(threadIdx.x % WARP_SIZE),
-          row(team * Cta::TEAM_ROWS + warp_idx % 4 * 16 + lane_idx / 4) {
+          row(team * Cta::TEAM_ROWS + warp_idx % 4 * 16 + lane_idx / 4),
+          results{p, smem, team, warp_idx, row, 0.0f, p.v_scale.get()} {
         // So small a scale stands for 0: it makes no finite score count, but hidden ones stay
         // hidden.
-        score_scale = fmaxf(fabsf(Logits<Params>(p).scale), 1e-30f);
+        const float natural = fabsf(p.sm_scale * p.q_scale.get() * p.k_scale.get());
+        score_scale = SOFT_CAP ? __fdividef(natural, p.logits_soft_cap) : natural * LOG2_E;
+        score_scale = fmaxf(score_scale, 1e-30f);
         scale = SOFT_CAP ? p.logits_soft_cap * LOG2_E : score_scale;
+        results.scale = scale;
     }
 
     // Waits for the next item and its queries; false if there is none.
-    __device__ __forceinline__ bool next_item() {
+    __device__ __forceinline__ bool has_next_item() {
         const int next_slot = num_items % Cta::SLOTS;
         mbarrier_try_wait(smem.q_full[next_slot][team], num_items / Cta::SLOTS & 1);
-        const Item item = smem.orders[next_slot][team].item;
-        if (item.num_rows == 0) {
-            return false;
-        }
-        slot = next_slot;
-        ++num_items;
+        return smem.orders[next_slot][team].item.num_rows > 0;
+    }
+
+    __device__ __forceinline__ void begin_item() {
+        slot = num_items++ % Cta::SLOTS;
+        const Item item = smem.orders[slot][team].item;
         token = last_step<TOKENS>(item) + TOKENS;
         first_token = first_step<TOKENS>(item);
         sight.begin(p, item, team, row);
-        return true;
+        state.rows = RowStates{};
     }
 
     __device__ __forceinline__ void multiply_keys() {
@@ -90,7 +100,7 @@ struct Team {
     }
 
     template <bool MASKED>
-    __device__ __forceinline__ void weigh() {
+    __device__ __forceinline__ void weigh(const SeenKeys<TOKENS>& seen) {
         if constexpr (SOFT_CAP) {
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) {
@@ -99,11 +109,18 @@ struct Team {
             }
         }
         if constexpr (MASKED) {
-            sight.hide(state.s, token, [&](int tile) {
-                return !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
-            });
+            seen.hide(state.s);
         }
         state.weigh(scale);
+    }
+
+    // The keys of the step that this lane's rows see.
+    __device__ __forceinline__ SeenKeys<TOKENS> seen_keys() const {
+        SeenKeys<TOKENS> seen = sight.seen(token);
+        if constexpr (Cta::PAGED) {
+            seen.drop(dropped, p.piece_bits);
+        }
+        return seen;
     }
 
     // The warp's scores once more, from the same queries and keys.
@@ -133,9 +150,6 @@ struct Team {
     template <bool MASKED>
     __device__ __forceinline__ void step() {
         constexpr bool LAGS = !MASKED && !SOFT_CAP;
-        if (!v_here) {
-            mbarrier_try_wait(smem.v_full[v.stage], v.parity);
-        }
         if constexpr (MASKED) {
             sight.load(p);
         }
@@ -143,7 +157,16 @@ struct Team {
         hold(state.o);
         wgmma_fence();
         multiply_keys();
+        if (!v_here) {
+            mbarrier_try_wait(smem.v_full[v.stage], v.parity);
+        }
+        wgmma_fence();
         multiply_values();
+        SeenKeys<TOKENS> seen;
+        if constexpr (MASKED) {
+            seen = seen_keys();
+        }
+        look_ahead();
         wgmma_wait_group<1>();
         hold(state.s);
         if constexpr (LAGS) {
@@ -152,7 +175,7 @@ struct Team {
             if (lane_idx == 0) {
                 mbarrier_arrive(smem.k_empty[k.stage]);
             }
-            weigh<MASKED>();
+            weigh<MASKED>(seen);
         }
         // The compiler moves the wait up to the maximum, unless what comes before it needs the
         // weights and touches memory.
@@ -178,95 +201,16 @@ struct Team {
         state.pack();
     }
 
-    // Stores what an item came to, or merges all items of its tile if it is the last.
-    __device__ __forceinline__ void finish(int slot, RowStates rows) {
-        typename Cta::Order& order = smem.orders[slot][team];
-        const Item& item = order.item;
-        float m[2], d[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            m[h] = rows.m[h] * scale;
-            d[h] = rows.d[h] + __shfl_xor_sync(0xffffffffu, rows.d[h], 1);
-            d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
-        }
-        bool done = true;
-        if (item.first_slot >= 0) {
-#pragma unroll
-            for (int i = 0; i < Cta::State::O_VALUES; ++i) {
-                state.o[i / 4][i % 4] *= rows.behind[i % 4 / 2];
-            }
-            rows.behind[0] = rows.behind[1] = 1.0f;
-            const TeamSlots<Cta::ROWS, Cta::State::O_VALUES * 2> slots{
-                p.work, item, order.kv_head, team, row};
-            slots.store(state.o, m, d);
-            done = slots.takes_last_ticket(smem.last[team]);
-            if (done) {
-                slots.merge(state.o, m, d);
-            }
-        }
-        const bool results = done && store(slot, m, d, rows.behind);
-        fence_proxy_async();
-        if (lane_idx == 0 && warp_idx % 4 == 0) {
-            order.results = results;
-        }
-        mbarrier_arrive(smem.o_full[slot][team]);
-    }
-
-    // Stores finished rows; true: as results in the memory of their queries.
-    __device__ __forceinline__ bool store(
-        int slot, const float (&m)[2], const float (&d)[2], const float (&behind)[2]) {
-        constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
-        const typename Cta::Order& order = smem.orders[slot][team];
-        const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
-        float factor[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int at_row = row + 8 * h;
-            const PackedRow at(p.group, order.item, order.kv_head, at_row);
-            RowResult<Params> result(p, at, m[h], d[h]);
-            result.factor *= behind[h];
-            factor[h] = result.factor;
-            if (at_row < order.item.num_rows) {
-                if (lane_idx % 4 == 0) {
-                    result.store_lse();
-                }
-            }
-            if (!staged) {
-#pragma unroll
-                for (int tile = 0; tile < Cta::State::O_VALUES / 4; tile += 2) {
-                    float sums[4];
-                    const int feat =
-                        tile * 8 +
-                        neighbours<KV>(sums, &state.o[tile][2 * h], &state.o[tile + 1][2 * h]);
-                    if (at_row < order.item.num_rows && feat < p.head_dim_vo) {
-                        result.store(sums, feat);
-                    }
-                }
-            }
-        }
-        if (staged) {
-            const uint32_t tile = smem_address(smem.q[slot][team]);
-            const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
-#pragma unroll
-            for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
-                uint32_t x[4];
-#pragma unroll
-                for (int j = 0; j < 4;
-                     ++j) {  // adding 0 makes the results of a row without keys +0
-                    const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
-                    x[j] = cvt_pair<KV>(
-                        fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
-                }
-                stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
-            }
-        }
-        return staged;
-    }
-
     // What comes with the keys of a step.
     __device__ __forceinline__ void look_up() {
         dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
         sight.look_up(smem, k.stage);
+    }
+
+    // What comes after the present step, asked while its products go on.
+    __device__ __forceinline__ void look_ahead() {
+        ends = token <= first_token;
+        plain = sight.sees_all(token - TOKENS);
     }
 
     // Before a step: whether its keys are here, and whether some row does not see all of them.
@@ -275,7 +219,7 @@ struct Team {
             mbarrier_try_wait(smem.k_full[k.stage], k.parity);
             look_up();
         }
-        return dropped != 0 || !sight.sees_all(token);
+        return dropped != 0 || !(Cta::MASKED ? sight.sees_all(token) : plain);
     }
 
     // The first scores of an item, which no sums go with.
@@ -292,9 +236,9 @@ struct Team {
             mbarrier_arrive(smem.k_empty[k.stage]);
         }
         k.next();
-        state.rows = RowStates{};
         starts = true;
-        weigh<true>();
+        look_ahead();
+        weigh<true>(seen_keys());
         state.pack();
     }
 
@@ -310,47 +254,43 @@ struct Team {
             mbarrier_arrive(smem.v_empty[v.stage]);
         }
         v.next();
-        k_here = false;
-        finish(slot, state.rows);
-    }
-
-    // A step that begins an item and ends the one before.
-    __device__ __forceinline__ void pass_over(int old_slot) {
-        const RowStates old = state.rows;
-        state.rows = RowStates{};
-        token -= TOKENS;
-        masked();
-        step<true>();
-        finish(old_slot, old);
-        starts = true;
+        k_here = v_here = false;
+        Ended rows = results.conclude(slot, state.rows);
+        results.finish(slot, rows, state.o);
     }
 
     __device__ __forceinline__ void attend() {
-        bool has_item = next_item();
-        while (has_item) {
+        while (has_next_item()) {
+            begin_item();
             begin();
             while (true) {
-                if (token > first_token) {
-                    token -= TOKENS;
-                    if (masked()) {
-                        step<true>();
-                    } else {
-                        step<false>();
-                    }
-                    state.rescale();
-                    starts = false;
-                    continue;
-                }
-                // With one slot, the next item's queries come where this one's results are first.
+                const bool ends = this->ends;
                 const int old_slot = slot;
-                has_item = Cta::SLOTS > 1 && next_item();
-                if (!has_item) {
-                    break;
+                Ended old;
+                if (ends) {
+                    // With one slot, the next item's queries come where this one's results are
+                    // first.
+                    if (Cta::SLOTS == 1 || !has_next_item()) {
+                        break;
+                    }
+                    old = results.conclude(slot, state.rows);
+                    begin_item();
                 }
-                pass_over(old_slot);
+                token -= TOKENS;
+                if (masked() || ends) {
+                    step<true>();
+                } else {
+                    step<false>();
+                }
+                if (ends) {
+                    results.finish(old_slot, old, state.o);
+                    forget(state.o);
+                } else {
+                    state.rescale();
+                }
+                starts = ends;
             }
             end();
-            has_item = Cta::SLOTS == 1 && next_item();
         }
     }
 };

@@ -7,6 +7,43 @@
 
 namespace cukv {
 
+// The keys of a step that a lane's rows see, a bit for each of its scores: bit 2 * tile + e of a
+// row for the row's e-th score of a tile of 8 keys. So small that it is ready before the scores.
+template <int TOKENS>
+struct SeenKeys {
+    static constexpr int TILES = TOKENS / 8;
+    static_assert(TILES <= 16, "a word for a row");
+
+    uint32_t row[2];
+
+    // The first so many keys of the step, as bits.
+    static __device__ __forceinline__ uint32_t first(int32_t num) {
+        const int32_t of_lane = max(num - static_cast<int32_t>(threadIdx.x % 4 * 2), 0);
+        return low_bits(of_lane / 8 * 2 + min(of_lane % 8, 2));
+    }
+
+    // Drops pieces of 2^piece_bits keys.
+    __device__ __forceinline__ void drop(uint32_t pieces, int32_t piece_bits) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            const uint32_t dropped = (pieces >> (tile * 8 >> piece_bits) & 1) * 3 << 2 * tile;
+            row[0] &= ~dropped;
+            row[1] &= ~dropped;
+        }
+    }
+
+    // Hides the scores of all other keys.
+    __device__ __forceinline__ void hide(float (&s)[TILES][4]) const {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s[tile][i] = row[i / 2] & 1u << (2 * tile + i % 2) ? s[tile][i] : NO_KEY;
+            }
+        }
+    }
+};
+
 template <typename Cta, bool MASKED>
 struct TeamSight;
 
@@ -16,22 +53,21 @@ struct TeamSight<Cta, false> {
     int32_t from[2], to[2];    // each of this lane's
 
     template <typename Params>
-    __device__ __forceinline__ void begin(const Params& p, Item item, int team, int row) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+    __device__ __forceinline__ void begin(const Params& p, const Item& item, int team, int row) {
+        const auto see = [&](int at_row, int32_t& from, int32_t& to) {
             const int32_t position =
-                item.diagonal +
-                static_cast<int32_t>(p.group.quotient(item.first_row + row + 8 * h));
-            from[h] = p.window_left < 0 ? item.first_token
-                                        : max(item.first_token, position - p.window_left);
-            to[h] = p.causal ? min(item.end_token, position + 1) : item.end_token;
-        }
-        const int num_rows = max(Cta::own_rows(item, team), 1);
-        item.first_row += team * Cta::TEAM_ROWS;
-        item.num_rows = num_rows;
-        const Sight sight(p, item);
-        all_from = max(item.first_token, sight.all_from);
-        all_to = min(item.end_token, sight.all_to);
+                item.diagonal + static_cast<int32_t>(p.group.quotient(item.first_row + at_row));
+            from = p.window_left < 0 ? item.first_token
+                                     : max(item.first_token, position - p.window_left);
+            to = p.causal ? min(item.end_token, position + 1) : item.end_token;
+        };
+        see(row, from[0], to[0]);
+        see(row + 8, from[1], to[1]);
+        // The first row sees no key that another does not see behind it, nor the last before it.
+        const int first_row = team * Cta::TEAM_ROWS;
+        int32_t first_from, last_to;
+        see(first_row, first_from, all_to);
+        see(first_row + max(Cta::own_rows(item, team) - 1, 0), all_from, last_to);
     }
 
     __device__ __forceinline__ void look_up(const typename Cta::Smem&, int) {}
@@ -43,24 +79,11 @@ struct TeamSight<Cta, false> {
     template <typename Params>
     __device__ __forceinline__ void load(const Params&) {}
 
-    template <typename Exists>
-    __device__ __forceinline__ void hide(
-        float (&s)[Cta::TOKENS / 8][4], int32_t token, Exists exists) const {
-        uint32_t first[2], num[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            first[h] = token + threadIdx.x % 4 * 2 - from[h];
-            num[h] = max(to[h] - from[h], 0);
-        }
-#pragma unroll
-        for (int tile = 0; tile < Cta::TOKENS / 8; ++tile) {
-            const bool there = exists(tile);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool seen = first[i / 2] + tile * 8 + i % 2 < num[i / 2];
-                s[tile][i] = seen && there ? s[tile][i] : NO_KEY;
-            }
-        }
+    __device__ __forceinline__ SeenKeys<Cta::TOKENS> seen(int32_t token) const {
+        using Seen = SeenKeys<Cta::TOKENS>;
+        return {
+            Seen::first(to[0] - token) & ~Seen::first(from[0] - token),
+            Seen::first(to[1] - token) & ~Seen::first(from[1] - token)};
     }
 };
 
@@ -109,20 +132,19 @@ struct TeamSight<Cta, true> {
         }
     }
 
-    // Hides the scores of keys that a row does not see, or of tiles of 8 that do not exist.
-    template <typename Exists>
-    __device__ __forceinline__ void hide(
-        float (&s)[Cta::TOKENS / 8][4], int32_t, Exists exists) const {
+    __device__ __forceinline__ SeenKeys<Cta::TOKENS> seen(int32_t) const {
+        SeenKeys<Cta::TOKENS> keys;
 #pragma unroll
-        for (int tile = 0; tile < Cta::TOKENS / 8; ++tile) {
-            const bool there = exists(tile);
+        for (int h = 0; h < 2; ++h) {
+            keys.row[h] = 0;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t bits = words[i / 2][tile / 4] >> threadIdx.x % 4 * 2;
-                const bool seen = bits >> (tile % 4 * 8 + i % 2) & 1;
-                s[tile][i] = seen && there ? s[tile][i] : NO_KEY;
+            for (int i = 0; i < MASK_WORDS; ++i) {
+                // Two bits of each byte are this lane's.
+                const uint32_t x = words[h][i] >> threadIdx.x % 4 * 2 & 0x03030303u;
+                keys.row[h] |= ((x | x >> 6 | x >> 12 | x >> 18) & 0xff) << 8 * i;
             }
         }
+        return keys;
     }
 };
 

@@ -12,7 +12,7 @@ template <int ROWS, int HEAD_DIM>
 struct TeamSlots {
     static constexpr int TEAM_ROWS = 64, THREADS = 128;
     static constexpr int VECS = TEAM_ROWS * HEAD_DIM / 4 / THREADS;  // of a thread
-    static constexpr int IN_FLIGHT = 8;                              // that are loaded together
+    static constexpr int IN_FLIGHT = 4;                              // that are loaded together
 
     const WorkList& work;
     const Item& item;

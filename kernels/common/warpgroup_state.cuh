@@ -28,6 +28,7 @@ struct WarpgroupState {
     uint32_t weights[TOKENS / 16][4];
     RowStates rows;
     float factor[2];    // of the sums so far
+    bool rescales;      // some factor of the warp's is not 1: most steps raise no maximum
     float step_sum[2];  // of the weights of a step, until catch_up
     float step_m[2];
 
@@ -79,12 +80,14 @@ struct WarpgroupState {
             factor[h] = fade * rows.behind[h];
             rows.behind[h] = 1.0f;
         }
+        rescales = __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
     }
 
     // The same relative to the maximum of the steps before, so that exponentials need not wait for
     // this step's, which is only needed by catch_up. All rows see all keys.
     __device__ __forceinline__ void weigh_by_old_maximum(float scale) {
         const float base[2] = {rows.m[0] * scale, rows.m[1] * scale};
+        rescales = __any_sync(0xffffffffu, rows.behind[0] != 1.0f || rows.behind[1] != 1.0f);
         step_maximum();
         weigh_by(base, scale);
     }
@@ -105,6 +108,7 @@ struct WarpgroupState {
         }
         if (__any_sync(0xffffffffu, !fits)) {
             rescore(s);
+            rescales = true;
             const float base[2] = {step_m[0] * scale, step_m[1] * scale};
             weigh_by(base, scale);
 #pragma unroll
@@ -127,9 +131,9 @@ struct WarpgroupState {
         }
     }
 
-    // Multiplies the sums by `factor`. Most steps raise no maximum.
+    // Multiplies the sums by `factor`.
     __device__ __forceinline__ void rescale() {
-        if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+        if (rescales) {
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 2; ++i) {
                 o[i / 4][i % 4] *= factor[i % 4 / 2];
