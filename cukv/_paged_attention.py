@@ -174,6 +174,7 @@ class PagedAttention:
                 num_parts=grid.num_parts,
                 min_rows=min_rows,
                 max_rows=max_rows,
+                cut_cost=tile.cut_cost,
             )
             for (tile, grid), (_, min_rows, max_rows) in zip(tiles, served, strict=True)
         ]

@@ -96,7 +96,7 @@ class Cut(NamedTuple):
     num_parts: int  # CTAs per KV head that run at a time
     min_rows: int = 0  # it serves requests of min_rows to max_rows packed rows
     max_rows: int = (1 << 31) - 1
-    cut_cost: int = 0  # steps that tiles cut at both ends of a part cost it; 0: not known
+    cut_cost: int = 0  # steps that tiles cut at both ends of a part cost it; 0: little
 
 
 class Batch(NamedTuple):

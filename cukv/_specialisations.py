@@ -61,6 +61,15 @@ class DecodeTile(NamedTuple):
         return 2 * self.round_steps
 
     @property
+    def cut_cost(self) -> int:
+        """Steps that tiles cut at both ends of a part cost it: states are left and merged.
+
+        On an H200, 15 requests of 1024 tokens over 16 parts took 19.7 us cut, and 16 over 16, not
+        cut, 17.4.
+        """
+        return 8
+
+    @property
     def tokens(self) -> int:
         """Keys of a warp's step: a buffer of 8 KB where that is 32 keys or fewer."""
         if self.dtype in FP8:
@@ -141,6 +150,11 @@ class PrefillTile(NamedTuple):
         return 4
 
     @property
+    def cut_cost(self) -> int:
+        """Steps that tiles cut at both ends of a part cost it: little, of so much arithmetic."""
+        return 0
+
+    @property
     def rows(self) -> int:
         """Packed query rows."""
         return self.warp_rows * self.warps
@@ -217,6 +231,11 @@ class Sm90Tile(NamedTuple):
     def item_steps(self) -> int:
         """What an item costs beside its keys, in steps."""
         return 1
+
+    @property
+    def cut_cost(self) -> int:
+        """Steps that tiles cut at both ends of a part cost it: little, of so much arithmetic."""
+        return 0
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ struct TileList {
     int32_t round_bits;         // log2 of the steps that a CTA's warps take side by side
     int32_t item_cost;          // steps that an item costs beside its keys
     int32_t cost_bits;          // log2 of the steps of a unit of cost
-    int32_t cut_cost;           // steps that tiles cut at both ends of a part cost it; 0: not known
+    int32_t cut_cost;           // steps that tiles cut at both ends of a part cost it; 0: little
     int32_t fixed_item_tokens;  // where items are fixed
     int32_t max_fixed_items;    // of a request, where items are fixed
 
