@@ -38,9 +38,10 @@ struct Team {
     int32_t token = 0;  // of the step
     int32_t first_token;
     TeamSight<Cta, Cta::MASKED> sight;
-    bool starts = true;  // the sums that come next are the item's first
-    bool ends = false;   // they are its last, and no scores are left
-    bool plain = false;  // all rows see all keys of the scores that come next
+    bool starts = true;   // the sums that come next are the item's first
+    bool halved = false;  // they are of the first half of a step: no row sees the second
+    bool ends = false;    // they are its last, and no scores are left
+    bool plain = false;   // all rows see all keys of the scores that come next
 
     RingPlace<Cta::K_STAGES> k;
     RingPlace<Cta::V_STAGES> v;
@@ -90,28 +91,31 @@ struct Team {
         wgmma_commit_group();
     }
 
+    // By the first KEYS weights.
+    template <int KEYS>
     __device__ __forceinline__ void multiply_values() {
         const uint64_t b = Values::descriptor(smem_address(smem.v[v.stage]));
 #pragma unroll
-        for (int i = 0; i < TOKENS / 16; ++i) {
+        for (int i = 0; i < KEYS / 16; ++i) {
             wgmma_rs_trans<KV>(state.o, state.weights[i], b + Values::rows(i), i > 0 || !starts);
         }
         wgmma_commit_group();
     }
 
-    template <bool MASKED>
+    // The first KEYS scores.
+    template <bool MASKED, int KEYS>
     __device__ __forceinline__ void weigh(const SeenKeys<TOKENS>& seen) {
         if constexpr (SOFT_CAP) {
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) {
+            for (int i = 0; i < KEYS / 2; ++i) {
                 float& x = state.s[i / 4][i % 4];
                 x = tanh_of(x * score_scale);
             }
         }
         if constexpr (MASKED) {
-            seen.hide(state.s);
+            seen.template hide<KEYS>(state.s);
         }
-        state.weigh(scale);
+        state.template weigh<KEYS>(scale);
     }
 
     // The keys of the step that this lane's rows see.
@@ -146,10 +150,12 @@ struct Team {
         }
     }
 
-    // Scores of a step, and sums of the step before.
-    template <bool MASKED>
+    // Scores of a step, and sums of the step before. Of the former's keys the first SEEN may be
+    // seen, and the first SUMMED of the latter's.
+    template <bool MASKED, int SEEN, int SUMMED>
     __device__ __forceinline__ void step() {
         constexpr bool LAGS = !MASKED && !SOFT_CAP;
+        static_assert(SEEN == TOKENS || MASKED, "other keys are hidden");
         if constexpr (MASKED) {
             sight.load(p);
         }
@@ -161,7 +167,7 @@ struct Team {
             mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         }
         wgmma_fence();
-        multiply_values();
+        multiply_values<SUMMED>();
         SeenKeys<TOKENS> seen;
         if constexpr (MASKED) {
             seen = seen_keys();
@@ -175,7 +181,7 @@ struct Team {
             if (lane_idx == 0) {
                 mbarrier_arrive(smem.k_empty[k.stage]);
             }
-            weigh<MASKED>(seen);
+            weigh<MASKED, SEEN>(seen);
         }
         // The compiler moves the wait up to the maximum, unless what comes before it needs the
         // weights and touches memory.
@@ -198,7 +204,7 @@ struct Team {
         k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
         v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
         look_up();
-        state.pack();
+        state.template pack<SEEN>();
     }
 
     // What comes with the keys of a step.
@@ -238,8 +244,8 @@ struct Team {
         k.next();
         starts = true;
         look_ahead();
-        weigh<true>(seen_keys());
-        state.pack();
+        weigh<true, TOKENS>(seen_keys());
+        state.template pack<TOKENS>();
     }
 
     // The last sums of an item, which no scores go with.
@@ -247,7 +253,7 @@ struct Team {
         mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         hold(state.o);
         wgmma_fence();
-        multiply_values();
+        multiply_values<TOKENS>();
         wgmma_wait_group<0>();
         hold(state.o);
         if (lane_idx == 0) {
@@ -277,10 +283,17 @@ struct Team {
                     begin_item();
                 }
                 token -= TOKENS;
-                if (masked() || ends) {
-                    step<true>();
+                const bool hides = masked() || ends;
+                const bool old_halved = halved;
+                halved = ends && sight.is_half(token);
+                if (halved) {
+                    step<true, TOKENS / 2, TOKENS>();
+                } else if (hides) {
+                    step<true, TOKENS, TOKENS>();
+                } else if (old_halved) {
+                    step<false, TOKENS, TOKENS / 2>();
                 } else {
-                    step<false>();
+                    step<false, TOKENS, TOKENS>();
                 }
                 if (ends) {
                     results.finish(old_slot, old, state.o);

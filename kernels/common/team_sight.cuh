@@ -32,10 +32,11 @@ struct SeenKeys {
         }
     }
 
-    // Hides the scores of all other keys.
+    // Hides the scores of all other keys among the first KEYS.
+    template <int KEYS>
     __device__ __forceinline__ void hide(float (&s)[TILES][4]) const {
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int tile = 0; tile < KEYS / 8; ++tile) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 s[tile][i] = row[i / 2] & 1u << (2 * tile + i % 2) ? s[tile][i] : NO_KEY;
@@ -50,6 +51,7 @@ struct TeamSight;
 template <typename Cta>
 struct TeamSight<Cta, false> {
     int32_t all_from, all_to;  // all of the team's rows see these keys of the item
+    int32_t any_to;            // none of them sees keys from here on
     int32_t from[2], to[2];    // each of this lane's
 
     template <typename Params>
@@ -65,15 +67,20 @@ struct TeamSight<Cta, false> {
         see(row + 8, from[1], to[1]);
         // The first row sees no key that another does not see behind it, nor the last before it.
         const int first_row = team * Cta::TEAM_ROWS;
-        int32_t first_from, last_to;
+        int32_t first_from;
         see(first_row, first_from, all_to);
-        see(first_row + max(Cta::own_rows(item, team) - 1, 0), all_from, last_to);
+        see(first_row + max(Cta::own_rows(item, team) - 1, 0), all_from, any_to);
     }
 
     __device__ __forceinline__ void look_up(const typename Cta::Smem&, int) {}
 
     __device__ __forceinline__ bool sees_all(int32_t token) const {
         return token >= all_from && token + Cta::TOKENS <= all_to;
+    }
+
+    // Whether no row of the team sees a key of the step's second half.
+    __device__ __forceinline__ bool is_half(int32_t token) const {
+        return token + Cta::TOKENS / 2 >= any_to;
     }
 
     template <typename Params>
@@ -112,6 +119,11 @@ struct TeamSight<Cta, true> {
     // Whether all rows of the team see all keys of the step.
     __device__ __forceinline__ bool sees_all(int32_t) const {
         return (entry & ALL_CLASSES) == BOTH_FULL;
+    }
+
+    __device__ __forceinline__ bool is_half(int32_t) const {
+        static_assert(Cta::TOKENS == MASK_STEP, "classes are those of halves of a step");
+        return (entry & ALL_CLASSES) >> 2 == EMPTY;
     }
 
     // Loads the step's bits, before its scores are there.

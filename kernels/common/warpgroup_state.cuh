@@ -34,12 +34,14 @@ struct WarpgroupState {
 
     __device__ __forceinline__ WarpgroupState() : s{}, o{} {}
 
+    // Of the first KEYS scores.
+    template <int KEYS>
     __device__ __forceinline__ void step_maximum() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float m = rows.m[h];
 #pragma unroll
-            for (int tile = 0; tile < TOKENS / 8; ++tile) {
+            for (int tile = 0; tile < KEYS / 8; ++tile) {
                 m = fmaxf(m, fmaxf(s[tile][2 * h], s[tile][2 * h + 1]));
             }
             m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
@@ -47,13 +49,14 @@ struct WarpgroupState {
         }
     }
 
-    // Scores become weights relative to `base`, the same for all keys of a row.
+    // The first KEYS scores become weights relative to `base`, the same for all keys of a row.
+    template <int KEYS>
     __device__ __forceinline__ void weigh_by(const float (&base)[2], float scale) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float sum = 0.0f;
 #pragma unroll
-            for (int tile = 0; tile < TOKENS / 8; ++tile) {
+            for (int tile = 0; tile < KEYS / 8; ++tile) {
                 float* pair = &s[tile][2 * h];
                 pair[0] = ex2(fmaf(pair[0], scale, -base[h]));
                 pair[1] = ex2(fmaf(pair[1], scale, -base[h]));
@@ -64,14 +67,15 @@ struct WarpgroupState {
     }
 
     // The same relative to the maximum with this step, as usual. A row may have seen no key yet.
+    template <int KEYS>
     __device__ __forceinline__ void weigh(float scale) {
-        step_maximum();
+        step_maximum<KEYS>();
         float base[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             base[h] = step_m[h] > NO_KEY ? step_m[h] * scale : 0.0f;
         }
-        weigh_by(base, scale);
+        weigh_by<KEYS>(base, scale);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float fade = ex2(rows.m[h] * scale - base[h]);
@@ -88,8 +92,8 @@ struct WarpgroupState {
     __device__ __forceinline__ void weigh_by_old_maximum(float scale) {
         const float base[2] = {rows.m[0] * scale, rows.m[1] * scale};
         rescales = __any_sync(0xffffffffu, rows.behind[0] != 1.0f || rows.behind[1] != 1.0f);
-        step_maximum();
-        weigh_by(base, scale);
+        step_maximum<TOKENS>();
+        weigh_by<TOKENS>(base, scale);
     }
 
     // Moves the maximum up after weigh_by_old_maximum: the sums fall behind when they have these
@@ -110,7 +114,7 @@ struct WarpgroupState {
             rescore(s);
             rescales = true;
             const float base[2] = {step_m[0] * scale, step_m[1] * scale};
-            weigh_by(base, scale);
+            weigh_by<TOKENS>(base, scale);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 rows.d[h] = rows.d[h] * fade[h] + step_sum[h];
@@ -141,10 +145,16 @@ struct WarpgroupState {
         }
     }
 
+    // The first KEYS weights; the others are 0.
+    template <int KEYS>
     __device__ __forceinline__ void pack() {
 #pragma unroll
-        for (int i = 0; i < TOKENS / 16; ++i) {
+        for (int i = 0; i < KEYS / 16; ++i) {
             pack_weights<KV>(weights[i], s[2 * i], s[2 * i + 1]);
+        }
+#pragma unroll
+        for (int i = KEYS / 4; i < TOKENS / 4; ++i) {
+            weights[i / 4][i % 4] = 0;
         }
     }
 };
