@@ -352,6 +352,46 @@ def test_keys_of_pages_that_do_not_exist_are_dropped_under_a_mask(rng, forced):
     assert forced
 
 
+# One item after the other, as on a GPU of so few SMs: those of the largest calls follow one another
+# as closely. Seven share out tiles too.
+
+
+@pytest.fixture(params=[1, 7])
+def few_sms(request, monkeypatch):
+    monkeypatch.setattr("cukv._tiles.num_sms", lambda device: request.param)
+
+
+# Tiles of all rows, of a team's and of few; first steps of which rows see all, one half and none.
+QO_LENS, KV_LENS = (200, 33, 1, 96, 300, 16, 5), (200, 161, 64, 0, 430, 16, 1000)
+
+
+@pytest.mark.parametrize("dims", sorted({t[1:3] for t in sm90_tiles()}), ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window_left": 100}])
+def test_items_follow_one_another(options, dims, rng, forced, few_sms):
+    arrays = prefill_arrays(rng, "bfloat16", (8, 2, 2), dims, QO_LENS, KV_LENS)
+    q, k, v = (
+        RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(lens)))
+        for x, lens in zip(arrays, (QO_LENS, KV_LENS, KV_LENS), strict=True)
+    )
+    for _ in range(2):
+        got = q.prefill(k, v, return_lse=True, **options)
+        assert_is_prefill(got, arrays, "bfloat16", QO_LENS, KV_LENS, **options)
+    assert forced
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "logits_soft_cap": 9.0}])
+def test_items_of_paged_keys_follow_one_another(options, rng, forced, few_sms):
+    case = PagedCase(KV_LENS, 16, 2, 128, dtype="float16")
+    check(cp, case, rng, group_size=4, qo_lens=QO_LENS, **options)
+    assert forced
+
+
+def test_items_under_masks_follow_one_another(rng, forced, few_sms):
+    shapes = list(zip(QO_LENS, KV_LENS, strict=True))
+    call = Call(rng, shapes, heads=(8, 2), dims=(128, 128)).draw(rng, *KINDS)
+    check_masked(call, forced, ragged=True)
+
+
 def test_large_calls_choose_it_by_themselves(rng):
     q, k = (
         RaggedTensor(cp.asarray(random_rows(rng, (600, n, 128), "bfloat16")), [0, 600])
