@@ -108,8 +108,8 @@ def choose_tiles(
     # A long prompt may be among requests of a row or few, whatever the average.
     few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
     many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
-    if not many_rows:
-        return (Served(_of_rows(few, packed), *_ALL_ROWS),)
+    if not (few and many_rows):  # a GPU may have too little shared memory for either
+        return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
     return (
         Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
         Served(

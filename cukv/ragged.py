@@ -210,6 +210,7 @@ class RaggedTensor(ArrayNoun):
     def plan(
         self,
         k: RaggedTensor,
+        v: RaggedTensor | None = None,
         *,
         causal: bool = False,
         window_left: int = -1,
@@ -222,6 +223,9 @@ class RaggedTensor(ArrayNoun):
         ----------
         k : RaggedTensor
             As in the calls that the plan serves.
+        v : RaggedTensor, optional
+            Likewise. By default values are taken to be as wide as keys, and narrower ones are
+            served too, maybe not by the fastest kernel there is for them.
         causal, window_left, custom_mask
             As in the calls.
         batch_invariant : bool
@@ -245,10 +249,10 @@ class RaggedTensor(ArrayNoun):
         kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "RaggedTensor.prefill"
-        key, xp = self._check_call(op, k, None, causal, window_left, custom_mask)
+        key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
         if xp is np:
             return Plan(op, key)
-        pages = ragged_pages(op, k, k)
+        pages = ragged_pages(op, k, k if v is None else v)
         sides = self.rows, self.indptr, pages.table
         call = PagedCall(op, *sides, bool(causal), window_left, custom_mask)
         return pages.attention.plan(call, bool(batch_invariant))

@@ -27,13 +27,13 @@ struct PlanParams {
     Index qo_indptr;  // [batch_size + 1] rows of q, or not given: one row per request
     TileList first;
     TileList second;
-    Divisor group;  // by group_size
+    const int32_t* first_seen;  // [num_q_rows], see common/window.cuh, or null
+    Divisor group;              // by group_size
     int32_t num_q_rows;
     int32_t num_ctas;   // of a list
     int32_t team_bits;  // log2 of the threads of a request
     int32_t causal;
-    int32_t window_left;        // -1: off
-    const int32_t* first_seen;  // [num_q_rows], see common/window.cuh, or null
+    int32_t window_left;  // -1: off
 };
 
 static_assert(sizeof(PlanParams) == PARAMS_BYTES, "host and device disagree on the parameters");

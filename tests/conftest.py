@@ -18,6 +18,8 @@ pytest_plugins = ["gpu_record"]
 
 BENCH = Path(__file__).parent / "bench"
 MANY_GPU_TESTS = 1000  # want most kernels
+MANY_BENCHMARKS = 100  # want most kernels of these dtypes
+BENCHMARK_DTYPES = {"bfloat16", "float32", "float8_e4m3fn"}
 
 # Same examples in every run; no deadline, since a first kernel call compiles.
 hypothesis.settings.register_profile("cukv", derandomize=True, deadline=None, database=None)
@@ -43,10 +45,18 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
+def dtypes_of(template_args):
+    return {value.name for value in template_args.values() if isinstance(value, np.dtype)}
+
+
 def pytest_collection_finish(session):
-    """Compile every kernel on all cores where most are wanted: one by one they take minutes."""
+    """Compile kernels on all cores where most are wanted: one by one they take minutes."""
     gpu_tests = [item for item in session.items if item.get_closest_marker("gpu")]
-    if len(gpu_tests) < MANY_GPU_TESTS or session.config.option.collectonly or not is_available():
+    benchmarks = [item for item in gpu_tests if BENCH in item.path.parents]
+    every = len(gpu_tests) - len(benchmarks) >= MANY_GPU_TESTS
+    if not every and len(benchmarks) < MANY_BENCHMARKS:
+        return
+    if session.config.option.collectonly or not is_available():
         return
     if hasattr(session.config, "workerinput"):  # pytest -n: workers share the cache on disk
         return
@@ -56,13 +66,15 @@ def pytest_collection_finish(session):
         for name, table in _kernels.specialisations().items()
         if _kernels.runs_on(name, arch)
         for args in table
+        if every or BENCHMARK_DTYPES.issuperset(dtypes_of(args))
     ]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_kernels._cubin, *zip(*chosen, strict=True), chunksize=4))
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not is_available():
+    rehearsed = item.config.getoption("rehearse", False)  # tests/bench/conftest.py
+    if item.get_closest_marker("gpu") and not rehearsed and not is_available():
         if os.environ.get("CUKV_REQUIRE_GPU") == "1":
             pytest.fail("CUKV_REQUIRE_GPU=1, and there is no GPU", pytrace=False)
         pytest.skip("needs an NVIDIA GPU")

@@ -216,7 +216,7 @@ def test_pages_that_are_not_there_have_no_keys(rng):
     for heads in (16, 128):
         q = queries(rng, 2, heads, "bfloat16")
         got = cache.decode(*map(cp.asarray, q), broken, sm_scale=SCALE, return_lse=True)
-        packed = [x[:, None] for x in rows]  # a token a page
+        packed = [x[:, None, None] for x in rows]  # a token a page, and a head
         want = reference.mla_decode(
             *q, np.arange(3), *packed, np.array([0, 118, 158]), np.arange(158), np.array([1, 1]),
             sm_scale=SCALE,
@@ -403,7 +403,8 @@ def test_what_there_is_no_kernel_for_is_named(xp):
         ((512, 64), "float32", "there are .*bfloat16 with bfloat16"),
     ):
         cache = MLAPagedCache(tuple(fake_cupy((3, 16, n), dtype) for n in shape))
-        q = [fake_cupy((2, 4, n)) for n in shape]
+        kind = dtype if dtype == "bfloat16" else "float16"
+        q = [fake_cupy((2, 4, n), kind) for n in shape]
         for call in (
             lambda cache=cache, q=q: cache.decode(*q, table, sm_scale=0.1),
             lambda cache=cache, q=q: cache.plan(q[0], table),

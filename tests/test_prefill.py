@@ -82,7 +82,7 @@ class Call:
         if ragged:
             indptr = indptr_of(self.case.kv_lens).tolist()
             k, v = (RaggedTensor(on(cp, x), indptr) for x in (self.arrays.k, self.arrays.v))
-            plan = rows.plan(k, **told) if planned else None
+            plan = rows.plan(k, v, **told) if planned else None
             return rows.prefill(k, v, plan=plan, return_lse=True, **options)
         cache, table = self.case.nouns(self.arrays, cp)
         plan = cache.plan(rows, table, **told) if planned else None

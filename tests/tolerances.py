@@ -30,6 +30,12 @@ and ``2^-20`` of the value where it is large.
 **Soft cap.** A hardware ``tanh`` is allowed while lse stays within 4e-3. A logit that is off by
 ``d = 4e-3 * ln 2`` changes ratios of weights by ``exp(2 * d) - 1`` at most: ``6e-3 * V`` in o.
 
+**A row of random values** (``ROW_NORM``). Means of many values of mean 0 are far smaller than
+``V``, so a bound that scales with ``V`` would let zeros pass. There the norm of a row's error
+counts, relative to the row's: each term of ``sum(p * v)`` is off by ``u`` at most, and errors of
+random terms add up as the terms do: ``u`` of the sum; rounding o is another ``u``, and both are
+exceeded twofold by no row: ``4 * u``.
+
 **Conversion** (append, gather, copy): no bound; ``assert_same_bits``.
 """
 
@@ -50,6 +56,7 @@ _U = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 ATTENTION = {name: Bound(max(2 * u, 2.0**-14), 2 * u) for name, u in _U.items()}
 ATTENTION_TANH = {name: Bound(b.absolute + 6e-3, b.relative) for name, b in ATTENTION.items()}
 MERGE = {name: Bound(2.0**-20, 2 * u) for name, u in _U.items()}
+ROW_NORM = {name: 4 * u for name, u in _U.items()}
 LSE = Bound(2.0**-11, 2.0**-20)
 LSE_TANH = Bound(4e-3, 2.0**-20)
 
@@ -91,6 +98,25 @@ def assert_close(got, want, bound, *, scale=1.0):
     excess = error / np.maximum(allowed, np.finfo(np.float64).tiny)
     if (excess > 1).any():
         _fail(f"error beyond {bound} * scale {scale:g}", excess, got, want)
+
+
+def assert_rows_close(got, want, bound):
+    """Compare rows by the norm of their errors, relative to their own norms.
+
+    Parameters
+    ----------
+    got, want : [rows, dim] arrays of either home
+    bound : float
+        From ``ROW_NORM``.
+    """
+    got, want = (to_numpy(a).astype(np.float64) for a in (got, want))
+    assert got.shape == want.shape, f"shape {got.shape}, wanted {want.shape}"
+    assert np.isfinite(got).all(), "a value is not finite"
+    error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+    worst = int(np.argmax(error))
+    assert error[worst] <= bound, (
+        f"row {worst} of {len(got)} is off by {error[worst]:.4f} of itself"
+    )
 
 
 def assert_same_bits(got, want):

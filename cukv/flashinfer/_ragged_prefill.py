@@ -180,7 +180,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             return self._attend(
                 op,
                 q,
-                lambda: queries.plan(keys, batch_invariant=options.batch_invariant, **planned),
+                lambda: queries.plan(
+                    keys, values, batch_invariant=options.batch_invariant, **planned
+                ),
                 lambda plan, **results: queries.prefill(
                     keys, values, plan=plan, **planned, **logits, **results
                 ),

@@ -56,8 +56,9 @@ struct LatentSmem {
     }
 };
 
-// By the first lane of a warp for all of it.
+// By the first lane of a warp, behind what all of its lanes have read and written.
 __device__ __forceinline__ void arrive(uint64_t& barrier) {
+    __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) {
         mbarrier_arrive(barrier);
     }
@@ -93,9 +94,9 @@ struct LatentProducer {
         for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
             const Item item = load_item(p.work.items + item_idx);
             int32_t token = item.first_token + stage * LATENT_TOKENS;
-            look_up(item, token);
             const bool has_keys = token < item.end_token;
-            if (has_keys) {
+            if (has_keys) {  // else the request may have no page to look up
+                look_up(item, token);
                 load_keys(item, token);
             }
             mbarrier_try_wait(smem.q_empty, q_parity);
@@ -121,7 +122,6 @@ struct LatentProducer {
     // What this warp has copied can be read.
     __device__ __forceinline__ void publish(uint64_t& barrier) {
         fence_proxy_async();
-        __syncwarp();  // all lanes' copies are there
         arrive(barrier);
     }
 

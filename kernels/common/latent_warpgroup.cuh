@@ -137,7 +137,6 @@ struct LatentConsumer {
             smem.maxima[group][row + 8] = m[1];
         }
         fence_proxy_async();
-        __syncwarp();  // all lanes have written
         arrive(smem.weights_full[group]);
     }
 

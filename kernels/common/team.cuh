@@ -178,9 +178,7 @@ struct Team {
         if constexpr (LAGS) {
             state.weigh_by_old_maximum(scale);
         } else {
-            if (lane_idx == 0) {
-                mbarrier_arrive(smem.k_empty[k.stage]);
-            }
+            release_keys();
             weigh<MASKED, SEEN>(seen);
         }
         // The compiler moves the wait up to the maximum, unless what comes before it needs the
@@ -194,16 +192,16 @@ struct Team {
         }
         if constexpr (LAGS) {
             state.catch_up(scale, [&](float (&s)[TOKENS / 8][4]) { rescore(s); });
-            if (lane_idx == 0) {
-                mbarrier_arrive(smem.k_empty[k.stage]);
-            }
+            release_keys();
         }
         k.next();
         v.next();
         // Asked early, needed by the next step.
         k_here = mbarrier_test_wait(smem.k_full[k.stage], k.parity);
         v_here = mbarrier_test_wait(smem.v_full[v.stage], v.parity);
-        look_up();
+        if (k_here) {
+            look_up();
+        }
         state.template pack<SEEN>();
     }
 
@@ -211,6 +209,14 @@ struct Team {
     __device__ __forceinline__ void look_up() {
         dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
         sight.look_up(smem, k.stage);
+    }
+
+    // Behind what all lanes have looked up with the keys.
+    __device__ __forceinline__ void release_keys() {
+        __syncwarp();
+        if (lane_idx == 0) {
+            mbarrier_arrive(smem.k_empty[k.stage]);
+        }
     }
 
     // What comes after the present step, asked while its products go on.
@@ -238,9 +244,7 @@ struct Team {
         multiply_keys();
         wgmma_wait_group<0>();
         hold(state.s);
-        if (lane_idx == 0) {
-            mbarrier_arrive(smem.k_empty[k.stage]);
-        }
+        release_keys();
         k.next();
         starts = true;
         look_ahead();

@@ -1,66 +1,57 @@
-"""Times of MLAPagedCache.decode under CUDA graph replay, on caches rotated past the L2.
+"""Attention over latent rows: 1152 bytes each in bfloat16, 640 with ckv in fp8."""
 
-Run with ``pytest tests/bench``. A latent row takes 1152 bytes in bfloat16, and 640 with ckv in fp8.
-"""
-
-import cupy as cp
-import ml_dtypes
-import numpy as np
 import pytest
+from inputs import Shape, growth, shapes
+from works import mla
 
-from cukv import MLAPagedCache, PageTable
+pytestmark = pytest.mark.gpu
 
-pytest.importorskip("pytest_benchmark")
-
-BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-PAGE_SIZE, ROTATED_BYTES = 64, 200_000_000
-
-
-def random_pages(shape, dtype):
-    """Make pages of random numbers of order 1 on the GPU."""
-    values = cp.random.standard_normal(shape, cp.float32)
-    if dtype == BF16:
-        return (values.view(cp.uint32) >> 16).astype(cp.uint16).view(BF16)
-    # Any bits but those of NaN: exponents from 2^-6 to 1.
-    return cp.random.randint(0, 64, shape, cp.uint8).view(E4M3)
+E4M3 = "float8_e4m3fn"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize(
-    ("batch_size", "kv_len", "heads"),
-    [(128, 4096, 16), (16, 4096, 16), (128, 4096, 128), (1, 65536, 128), (1, 4096, 128)],
+def latent(batch_size, kv_len, heads, qo_len=1, dtype="bfloat16"):
+    """Shape of requests of DeepSeek's latent rows on pages of 64."""
+    return Shape(batch_size, kv_len, qo_len, heads, 1, 576, 64, dtype)
+
+
+def sizes(shape):
+    """Name a shape by what matters of it."""
+    rows = f"_q{shape.qo_len}" if shape.qo_len > 1 else ""
+    return f"b{shape.batch_size}{rows}_kv{shape.kv_len}_h{shape.num_qo_heads}"
+
+
+SIZES = ((128, 4096, 128), (128, 4096, 16), (16, 4096, 16), (1, 65536, 128), (1, 4096, 128))
+
+
+# Batches beside the round ones, and rows of multi-token prediction.
+@shapes(
+    *(latent(*size) for size in SIZES),
+    *(latent(batch_size, 4096, 128) for batch_size in (66, 100, 127, 130)),
+    latent(64, 4096, 16, qo_len=2),
+    latent(64, 4096, 128, qo_len=2),
+    name=sizes,
 )
-def test_mla_decode(benchmark, batch_size, kv_len, heads, dtype):
-    pages = batch_size * kv_len // PAGE_SIZE
-    nbytes = pages * PAGE_SIZE * (512 * dtype.itemsize + 128)
-    caches = [
-        MLAPagedCache(
-            tuple(random_pages((pages, PAGE_SIZE, n), d) for n, d in ((512, dtype), (64, BF16)))
-        )
-        for _ in range(max(1, -(-ROTATED_BYTES // nbytes)))
-    ]
-    ids = cp.random.permutation(pages).astype(cp.int32)
-    table = PageTable.from_seq_lens([kv_len] * batch_size, PAGE_SIZE, ids)
-    q = [random_pages((batch_size, heads, n), BF16) for n in (512, 64)]
-    out, plan = cp.empty((batch_size, heads, 512), BF16), caches[0].plan(q[0], table)
+def test_mla_decode(measure, shape):
+    measure(mla(shape), shape)
 
-    def step():
-        for cache in caches:
-            cache.decode(*q, table, sm_scale=192**-0.5, plan=plan, out=out)
 
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        cp.cuda.Device().synchronize()
-        step()
-        stream.synchronize()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
+@growth(
+    latent(64, 4096, 64),
+    batch_size=(1, 4, 16, 64, 256),
+    kv_len=(256, 1024, 4096, 16384),
+    num_qo_heads=(1, 8, 16, 32, 64, 128),
+)
+def test_mla_decode_grows(measure, shape):
+    measure(mla(shape), shape)
 
-        def replay():
-            graph.launch(stream)
-            stream.synchronize()
 
-        benchmark.extra_info["calls"] = len(caches)
-        benchmark.extra_info["bytes"] = nbytes
-        benchmark(replay)
+@shapes(*(latent(*size, dtype=E4M3) for size in SIZES), name=sizes)
+def test_mla_decode_of_fp8(measure, shape):
+    measure(mla(shape, kpe_dtype="bfloat16"), shape)
+
+
+@shapes(latent(128, 4096, 16, dtype=E4M3), name=sizes)
+def test_mla_decode_of_fp8_beside_bfloat16(measure, shape):
+    bfloat16 = latent(shape.batch_size, shape.kv_len, shape.num_qo_heads)
+    took = measure(mla(shape, kpe_dtype="bfloat16"), shape, bfloat16=mla(bfloat16))
+    measure.at_most(took["this"] / took["bfloat16"], 0.65)
