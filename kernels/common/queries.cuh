@@ -246,8 +246,8 @@ struct RowResult {
     __device__ __forceinline__ RowResult(const Params& p, const PackedRow& at, float m, float d)
         : p(p), at(at) {
         const float scale = p.sinks != nullptr ? add_sink(p, at.qo_head, m, d) : 1.0f;
-        factor = d > 0.0f ? __fdividef(scale * p.v_scale.get(), d) : 0.0f;
-        lse = m + __log2f(d);
+        factor = d > 0.0f ? scale * p.v_scale.get() / d : 0.0f;
+        lse = m + log2f(d);
     }
 
     // Stores the outputs of four sums; adding 0 makes those of a row without keys +0.
