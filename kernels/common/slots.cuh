@@ -24,7 +24,8 @@ struct Slots {
 
     __device__ __forceinline__ void store_sums(const float (&sums)[4], int row, int feat) const {
         float* to = work.sums + slot_row(item.item_idx, row) * HEAD_DIM + feat;
-        *reinterpret_cast<float4*>(to) = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        // Not by an assignment: the compiler would make four stores of it.
+        __stcg(reinterpret_cast<float4*>(to), make_float4(sums[0], sums[1], sums[2], sums[3]));
     }
 
     __device__ __forceinline__ void store_state(float m, float d, int row) const {
