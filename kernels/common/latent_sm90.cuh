@@ -71,6 +71,8 @@ __device__ __forceinline__ void arrive(uint64_t& barrier) {
 // otherwise every lane copies pieces of rows.
 template <typename KV, bool MAPPED>
 struct LatentProducer {
+    static constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
+
     const LatentSm90Params& p;
     LatentSmem& smem;
     const int warp_idx;  // of the four
@@ -291,30 +293,47 @@ struct LatentProducer {
         const LatentRow at(p, item, block, warp_idx * 16 + lane_idx % 16);
         const int64_t nope = at.owned ? p.q_nope_rows.offset(at.at) : 0;
         const int64_t pe = at.owned ? p.q_pe_rows.offset(at.at) : 0;
+        if (p.q_nope_rows.kind == KIND && p.q_nope_rows.aligned && p.q_pe_rows.aligned) {
+            copy_queries(nope, pe);
+        } else {
 #pragma unroll 1
-        for (int i = 0; i < 16; ++i) {
-            const char* q_nope = p.q_nope + __shfl_sync(0xffffffffu, nope, i);
-            const char* q_pe = p.q_pe + __shfl_sync(0xffffffffu, pe, i);
-            const int row = warp_idx * 16 + i;
-            load_query(q_nope, p.q_nope_rows, row, lane_idx, lane_idx);
-            load_query(q_nope, p.q_nope_rows, row, lane_idx + WARP_SIZE, lane_idx + WARP_SIZE);
-            if (lane_idx < 8) {
-                load_query(q_pe, p.q_pe_rows, row, lane_idx, KPE_BLOCK * 8 + lane_idx);
+            for (int i = 0; i < 16; ++i) {
+                const char* q_nope = p.q_nope + __shfl_sync(0xffffffffu, nope, i);
+                const char* q_pe = p.q_pe + __shfl_sync(0xffffffffu, pe, i);
+                const int row = warp_idx * 16 + i;
+                load_query(q_nope, p.q_nope_rows, row, lane_idx, lane_idx);
+                load_query(q_nope, p.q_nope_rows, row, lane_idx + WARP_SIZE, lane_idx + WARP_SIZE);
+                if (lane_idx < 8) {
+                    load_query(q_pe, p.q_pe_rows, row, lane_idx, KPE_BLOCK * 8 + lane_idx);
+                }
             }
         }
         cp_async_commit_group();
     }
 
+    // Queries that are as products take them, given the places of lane i's row i.
+    __device__ __forceinline__ void copy_queries(int64_t nope, int64_t pe) {
+        const int lane_idx = threadIdx.x % WARP_SIZE, chunk = lane_idx % 8;
+        const uint64_t unchanged = createpolicy_evict_unchanged();
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+            const int row = 4 * i + lane_idx / 8;
+            const char* q_nope = p.q_nope + __shfl_sync(0xffffffffu, nope, row) + chunk * 16;
+            const char* q_pe = p.q_pe + __shfl_sync(0xffffffffu, pe, row) + chunk * 16;
+            const uint32_t to = smem_address(smem.q) + swizzled<128>(warp_idx * 16 + row, chunk);
+#pragma unroll
+            for (int block = 0; block < KPE_BLOCK; ++block) {
+                cp_async_16(to + block * BLOCK_BYTES, q_nope + block * 128, 16, unchanged);
+            }
+            cp_async_16(to + KPE_BLOCK * BLOCK_BYTES, q_pe, 16, unchanged);
+        }
+    }
+
     // The i-th eight elements of a row, to a chunk of it.
     __device__ __forceinline__ void load_query(
         const char* q, const QueryRows& rows, int row, int i, int chunk) {
-        constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const char* from = q + 8 * i * element_bytes(rows.kind);
         char* to = smem.q[chunk / 8] + swizzled<128>(row, chunk % 8);
-        if (rows.kind == KIND && rows.aligned) {
-            cp_async_16(smem_address(to), from, 16, createpolicy_evict_unchanged());
-            return;
-        }
         Query8 x;
         x.load(from, rows.kind, rows.aligned);
         Vec<KV, 8> y;
