@@ -38,7 +38,9 @@ struct Gate {
         opened = before / OPENED;
         shares = NOT_YET;
         if (before % LEFT == item.num_items - 1) {
-            st_release(ticket(work, kv_head), (before / OPENED + 1) * OPENED);
+            // By an addition, which hands on what the arrivals before it have published.
+            const uint32_t next = (before / OPENED + 1) * OPENED;
+            atomicAdd(reinterpret_cast<uint32_t*>(ticket(work, kv_head)), next - (before + 1));
             shares = before % OPENED < LEFT ? OWN : ALL;
         }
     }
@@ -48,10 +50,10 @@ struct Gate {
         const long long begin = clock64();
         while (shares == NOT_YET) {
             const uint32_t found = ld_acquire(ticket(work, kv_head));
-            if (found / OPENED != opened) {
+            if (found / OPENED != opened || found % LEFT == item.num_items) {
                 shares = OWN;
-            } else if (clock64() - begin > PATIENCE && found % LEFT < item.num_items) {
-                // Leaves, unless the last item arrives first: then the gate is about to open.
+            } else if (clock64() - begin > PATIENCE) {
+                // Leaves, unless an item arrives first.
                 const uint32_t left = atomicCAS(
                     reinterpret_cast<uint32_t*>(ticket(work, kv_head)), found, found + LEFT);
                 shares = left == found ? NONE : NOT_YET;

@@ -107,11 +107,6 @@ __device__ __forceinline__ int32_t ld_acquire(const int32_t* from) {
     return x;
 }
 
-// Stores a word; whoever finds it there sees what this thread has written or seen written before.
-__device__ __forceinline__ void st_release(int32_t* to, int32_t x) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-
 // Loads 16 bytes here and now: the compiler moves a plain load behind a branch that may not need
 // it.
 __device__ __forceinline__ uint4 ld_global_16(const void* from) {
