@@ -62,6 +62,10 @@ struct LatentConsumer {
         if (group == 0) {
             arrive(smem.even_scored);
         }
+        // While the products run: whether all rows see all of the tile's keys.
+        const uint64_t keys = smem.keys[group];
+        const bool masked =
+            keys != ~uint64_t{0} || token + LATENT_TOKENS > LatentSight(p, item).all_to;
         wgmma_wait_group<0>();
         pin_registers(s);
         pin_sums();
@@ -75,9 +79,7 @@ struct LatentConsumer {
                 s[i] *= scale;
             }
         }
-        const uint64_t keys = smem.keys[group];
-        const bool rows_differ = token + LATENT_TOKENS > LatentSight(p, item).all_to;
-        if (keys == ~uint64_t{0} && !rows_differ) {
+        if (!masked) {
             return;
         }
 #pragma unroll
