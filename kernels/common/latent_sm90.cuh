@@ -18,8 +18,8 @@ struct LatentSm90Params : LatentParams {
     int32_t piece_bits;  // log2 of the tokens that one copy brings, which lie in one page
 };
 
-constexpr int LATENT_TOKENS = 64;  // of a tile of keys
-constexpr int LATENT_ROWS = 64;    // of a tile of queries
+constexpr int LATENT_TOKENS_BITS = 6, LATENT_TOKENS = 1 << LATENT_TOKENS_BITS;  // of a tile
+constexpr int LATENT_ROWS = 64;  // of a tile of queries
 constexpr int LATENT_BLOCKS = 9, KPE_BLOCK = 8;
 constexpr int BLOCK_BYTES = 64 * 128;
 
@@ -73,6 +73,13 @@ template <typename KV, bool MAPPED>
 struct LatentProducer {
     static constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
 
+    // A copy of one piece.
+    struct Box {
+        uint32_t to;
+        int block;
+        int32_t entry, page;
+    };
+
     const LatentSm90Params& p;
     LatentSmem& smem;
     const int warp_idx;  // of the four
@@ -96,7 +103,7 @@ struct LatentProducer {
     __device__ __forceinline__ void run(int block, int part) {
         const Item* from = p.work.first_items + part;
         int32_t item_idx = p.work.part_begin[part];
-        const int32_t end_item = p.work.part_end[part];
+        const int32_t& end_item = p.work.part_end[part];  // looked up again: registers are few
         uint32_t q_parity = 1;
         while (item_idx < end_item) {
             const Item item = load_item(from);
@@ -166,13 +173,17 @@ struct LatentProducer {
             votes[i] = __ballot_sync(0xffffffffu, has_key);
         }
         look_up(item, token + 2 * LATENT_TOKENS);
+        Box at;
+        if constexpr (MAPPED) {
+            at = box(token, ids, threadIdx.x % WARP_SIZE);  // now, not when the side is free
+        }
         mbarrier_try_wait(smem.empty[stage][side], parity);
         parity ^= 1;
         if (side == 0 && threadIdx.x % WARP_SIZE == 0) {
             smem.keys[stage] = uint64_t{votes[1]} << 32 | votes[0];
         }
         if constexpr (MAPPED) {
-            load_boxes(token, ids, votes);
+            load_boxes(at, token, ids, votes);
         } else {
             load_rows(token, ids, votes);
         }
@@ -181,23 +192,23 @@ struct LatentProducer {
     // By tensor maps. What lies outside of the array comes as zeros, and so do pages that are not
     // there; other rows that are not keys may hold anything, and are zeroed.
     __device__ __forceinline__ void load_boxes(
-        int32_t token, const int64_t (&ids)[2], const uint32_t (&votes)[2]) {
+        const Box& at, int32_t token, const int64_t (&ids)[2], const uint32_t (&votes)[2]) {
         const int num_blocks = 4 + (stage != side);
         auto& full = smem.full[stage][side];
-        const bool is_first = threadIdx.x % WARP_SIZE == 0;
-        if ((votes[0] & votes[1]) == 0xffffffffu) {
-            if (is_first) {
-                mbarrier_arrive_expect_tx(full[0], 2 * BLOCK_BYTES);
+        uint64_t& landed = smem.landed[warp_idx];
+        const bool all_keys = (votes[0] & votes[1]) == 0xffffffffu;
+        if (threadIdx.x % WARP_SIZE == 0) {
+            mbarrier_arrive_expect_tx(
+                all_keys ? full[0] : landed, (all_keys ? 2 : num_blocks) * BLOCK_BYTES);
+            if (all_keys) {
                 mbarrier_arrive_expect_tx(full[1], (num_blocks - 2) * BLOCK_BYTES);
             }
-            copy_boxes(token, ids, num_blocks, full[0], full[1]);
+        }
+        copy_boxes(
+            at, token, ids, num_blocks, all_keys ? full[0] : landed, all_keys ? full[1] : landed);
+        if (all_keys) {
             return;
         }
-        uint64_t& landed = smem.landed[warp_idx];
-        if (is_first) {
-            mbarrier_arrive_expect_tx(landed, num_blocks * BLOCK_BYTES);
-        }
-        copy_boxes(token, ids, num_blocks, landed, landed);
         mbarrier_try_wait(landed, landed_parity);
         landed_parity ^= 1;
         for (int row = threadIdx.x % WARP_SIZE / 8; row < LATENT_TOKENS; row += WARP_SIZE / 8) {
@@ -218,24 +229,39 @@ struct LatentProducer {
         return i < 4 ? side * 4 + i : KPE_BLOCK;
     }
 
-    // Starts the copies of all pieces: of blocks 0 and 1 to one barrier, of the others to another.
+    // The copy-th of a side: the pieces of one block after another. By all lanes.
+    __device__ __forceinline__ Box box(int32_t token, const int64_t (&ids)[2], int copy) const {
+        const int row = copy << p.piece_bits & LATENT_TOKENS - 1;
+        const int low = __shfl_sync(0xffffffffu, static_cast<int>(ids[0]), row % WARP_SIZE);
+        const int high = __shfl_sync(0xffffffffu, static_cast<int>(ids[1]), row % WARP_SIZE);
+        const uint32_t page_idx = p.table.page_divisor.quotient(token + row);
+        const int32_t entry = token + row - page_idx * p.table.page_divisor.divisor;
+        const int block = block_of(copy >> (LATENT_TOKENS_BITS - p.piece_bits));
+        const uint32_t to = smem_address(smem.tiles[stage][block] + row * 128);
+        return {to, block, entry, row < WARP_SIZE ? low : high};
+    }
+
+    // Starts the copies of all pieces, the lane's first of which is given: of blocks 0 and 1 to one
+    // barrier, of the others to another.
     __device__ __forceinline__ void copy_boxes(
-        int32_t token, const int64_t (&ids)[2], int num_blocks, uint64_t& first, uint64_t& second) {
+        Box at,
+        int32_t token,
+        const int64_t (&ids)[2],
+        int num_blocks,
+        uint64_t& first,
+        uint64_t& second) {
         __syncwarp();  // the barriers know of the bytes
-        const int pieces = LATENT_TOKENS >> p.piece_bits;
-        const int num_copies = num_blocks * pieces;
-        for (int base = 0; base < num_copies; base += WARP_SIZE) {
-            const int copy = base + threadIdx.x % WARP_SIZE, i = copy / pieces;
-            const int row = (copy & (pieces - 1)) << p.piece_bits;
-            const int low = __shfl_sync(0xffffffffu, static_cast<int>(ids[0]), row % WARP_SIZE);
-            const int high = __shfl_sync(0xffffffffu, static_cast<int>(ids[1]), row % WARP_SIZE);
+        const int num_copies = num_blocks * (LATENT_TOKENS >> p.piece_bits);
+        for (int copy = threadIdx.x % WARP_SIZE;; at = box(token, ids, copy)) {
             if (copy < num_copies) {
-                const uint32_t page_idx = p.table.page_divisor.quotient(token + row);
-                const int32_t entry = token + row - page_idx * p.table.page_divisor.divisor;
+                const bool is_kpe = at.block == KPE_BLOCK;
                 cp_async_bulk_tensor_4d(
-                    smem_address(smem.tiles[stage][block_of(i)] + row * 128),
-                    i < 4 ? p.ckv_map : p.kpe_map, i < 2 ? first : second, 0, entry,
-                    i < 4 ? block_of(i) : 0, row < WARP_SIZE ? low : high, policy);
+                    at.to, is_kpe ? p.kpe_map : p.ckv_map, at.block - side * 4 < 2 ? first : second,
+                    0, at.entry, is_kpe ? 0 : at.block, at.page, policy);
+            }
+            copy += WARP_SIZE;
+            if (copy - static_cast<int>(threadIdx.x % WARP_SIZE) >= num_copies) {
+                break;
             }
         }
     }
