@@ -147,7 +147,7 @@ struct Team {
         wgmma_wait_group<1>();
         hold(state.s);
         if constexpr (LAGS) {
-            state.weigh_by_old_maximum(scale);
+            state.weigh_as_before(scale);
         } else {
             release_keys();
             weigh<MASKED>();
@@ -177,7 +177,7 @@ struct Team {
     }
 
     // Stores what an item came to, or merges all items of its tile if it is the last.
-    __device__ __forceinline__ void finish(int slot, RowStates rows) {
+    __device__ __forceinline__ void finish(int slot, const RowStates& rows) {
         typename Cta::Order& order = smem.orders[slot][team];
         const Item& item = order.item;
         float m[2], d[2];
@@ -189,11 +189,6 @@ struct Team {
         }
         bool done = true;
         if (item.first_slot >= 0) {
-#pragma unroll
-            for (int i = 0; i < Cta::State::O_VALUES; ++i) {
-                state.o[i / 4][i % 4] *= rows.behind[i % 4 / 2];
-            }
-            rows.behind[0] = rows.behind[1] = 1.0f;
             const TeamSlots<Cta::ROWS, Cta::State::O_VALUES * 2> slots{
                 p.work, item, order.kv_head, team, row};
             slots.store(state.o, m, d);
@@ -202,7 +197,7 @@ struct Team {
                 slots.merge(state.o, m, d);
             }
         }
-        const bool results = done && store(slot, m, d, rows.behind);
+        const bool results = done && store(slot, m, d);
         fence_proxy_async();
         if (lane_idx == 0 && warp_idx % 4 == 0) {
             order.results = results;
@@ -211,8 +206,7 @@ struct Team {
     }
 
     // Stores finished rows; true: as results in the memory of their queries.
-    __device__ __forceinline__ bool store(
-        int slot, const float (&m)[2], const float (&d)[2], const float (&behind)[2]) {
+    __device__ __forceinline__ bool store(int slot, const float (&m)[2], const float (&d)[2]) {
         constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const typename Cta::Order& order = smem.orders[slot][team];
         const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
@@ -222,7 +216,6 @@ struct Team {
             const int at_row = row + 8 * h;
             const PackedRow at(p.group, order.item, order.kv_head, at_row);
             RowResult<Params> result(p, at, m[h], d[h]);
-            result.factor *= behind[h];
             factor[h] = result.factor;
             if (at_row < order.item.num_rows) {
                 if (lane_idx % 4 == 0) {
@@ -338,10 +331,13 @@ struct Team {
                     token -= TOKENS;
                     if (masked()) {
                         step<true>();
+                        state.rescale();
                     } else {
                         step<false>();
+                        if constexpr (SOFT_CAP) {
+                            state.rescale();
+                        }
                     }
-                    state.rescale();
                     starts = false;
                     continue;
                 }

@@ -9,17 +9,17 @@
 
 namespace cukv {
 
-// Maximum of unscaled scores and denominator of this lane's rows, the latter of its own keys only.
+// What weights of this lane's rows are relative to, an unscaled score, and the denominator, of the
+// lane's own keys only.
 struct RowStates {
     float m[2] = {NO_KEY, NO_KEY};
     float d[2] = {0.0f, 0.0f};
-    float behind[2] = {1.0f, 1.0f};  // factor by which sums are still to be multiplied
 };
 
 template <typename KV, int TOKENS, int HEAD_DIM>
 struct WarpgroupState {
-    // Weights relative to an older maximum may be so large, as a power of two.
-    static constexpr float MOST = is_same<KV, half> ? 14.0f : 60.0f;
+    // Weights may be so large, as a power of two, before what they are relative to moves up.
+    static constexpr float MOST = is_same<KV, half> ? 10.0f : 30.0f;
 
     static constexpr int O_VALUES = HEAD_DIM / 2;  // sums of a lane
 
@@ -76,21 +76,20 @@ struct WarpgroupState {
             const float fade = ex2(rows.m[h] * scale - base[h]);
             rows.d[h] = rows.d[h] * fade + step_sum[h];
             rows.m[h] = step_m[h];
-            factor[h] = fade * rows.behind[h];
-            rows.behind[h] = 1.0f;
+            factor[h] = fade;
         }
     }
 
-    // The same relative to the maximum of the steps before, so that exponentials need not wait for
-    // this step's, which is only needed by catch_up. All rows see all keys.
-    __device__ __forceinline__ void weigh_by_old_maximum(float scale) {
+    // The same relative to what weights were before, so that exponentials need not wait for this
+    // step's maximum, which is only needed by catch_up. All rows see all keys.
+    __device__ __forceinline__ void weigh_as_before(float scale) {
         const float base[2] = {rows.m[0] * scale, rows.m[1] * scale};
         step_maximum();
         weigh_by(base, scale);
     }
 
-    // Moves the maximum up after weigh_by_old_maximum: the sums fall behind when they have these
-    // weights too. Scores far above the old maximum are made again, by `rescore`, and weighed anew.
+    // Takes the weights of weigh_as_before, most of the time as they are. Scores far above those
+    // that weights are relative to are made again, by `rescore`, and weighed anew.
     template <typename Rescore>
     __device__ __forceinline__ void catch_up(float scale, Rescore rescore) {
         bool fits = true;
@@ -98,32 +97,25 @@ struct WarpgroupState {
         for (int h = 0; h < 2; ++h) {
             fits = fits && (step_m[h] - rows.m[h]) * scale <= MOST;
         }
-        float fade[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            fade[h] = ex2((rows.m[h] - step_m[h]) * scale);
-        }
         if (__any_sync(0xffffffffu, !fits)) {
             rescore(s);
             const float base[2] = {step_m[0] * scale, step_m[1] * scale};
             weigh_by(base, scale);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                rows.d[h] = rows.d[h] * fade[h] + step_sum[h];
-                factor[h] = rows.behind[h] * fade[h];
-                rows.behind[h] = 1.0f;
-            }
-        } else {
+                const float fade = ex2((rows.m[h] - step_m[h]) * scale);
+                rows.d[h] *= fade;
+                rows.m[h] = step_m[h];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                rows.d[h] = (rows.d[h] + step_sum[h]) * fade[h];
-                factor[h] = rows.behind[h];
-                rows.behind[h] = fade[h];
+                for (int tile = 0; tile < HEAD_DIM / 8; ++tile) {
+                    o[tile][2 * h] *= fade;
+                    o[tile][2 * h + 1] *= fade;
+                }
             }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            rows.m[h] = step_m[h];
+            rows.d[h] += step_sum[h];
         }
     }
 
