@@ -259,7 +259,9 @@ class WorkSizes:
             causal, window_left = False, -1  # the mask replaces the one, and has the other
         # As many threads to a request as it may have tiles, if requests are few.
         one_tile = batch.one_row and max_tiles == batch.batch_size
-        most = 1 if one_tile else min(max_tiles, _PLAN_THREADS, _TEAM_THREADS // batch.batch_size)
+        # Of a cascade as many as one CTA has, which knows of all tiles whether whole ones suit.
+        team_threads = _PLAN_THREADS if batch.num_shared else _TEAM_THREADS
+        most = 1 if one_tile else min(max_tiles, _PLAN_THREADS, team_threads // batch.batch_size)
         team_bits = max(most, 1).bit_length() - 1
         num_threads = batch.batch_size << team_bits
         threads = min(-(-num_threads // WARP) * WARP, _PLAN_THREADS)
