@@ -86,7 +86,7 @@ def empty(
     if not is_available():
         raise CudaUnavailableError(op)
     if like is not None and cp.cuda.runtime.getDevice() != like.data.device_id:
-        with like.device:
+        with on_device_of(like):
             return empty(op, shape, dtype, xp)
     if dtype in FP8:
         return cp.empty(shape, np.uint8).view(dtype)
@@ -122,7 +122,7 @@ def concatenate(parts: list[Array], axis: int = 0) -> Array:
     dtype = parts[0].dtype
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis=axis)
-    with parts[0].device:
+    with on_device_of(parts[0]):
         # CuPy cannot concatenate fp8, which is joined as the bytes it is.
         bits = [p.view(np.uint8) for p in parts] if dtype in FP8 else parts
         return cp.concatenate(bits, axis=axis).view(dtype)
@@ -131,21 +131,42 @@ def concatenate(parts: list[Array], axis: int = 0) -> Array:
 def set_to_zero(array: Array) -> None:
     """Set a contiguous GPU array to zero bytes, without a kernel, on the current stream."""
     if array.size:
-        with array.device:
+        with on_device_of(array):
             set_bytes_to_zero(array.data.ptr, array.nbytes)
+
+
+def flattened(array: Array) -> Array:
+    """Give the elements of an array in C order, ``[size]``: a copy, unless they lie so already."""
+    if isinstance(array, np.ndarray):
+        return array.reshape(-1)
+    with on_device_of(array):
+        return array.reshape(-1)
+
+
+def converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Give an array in a dtype: itself, or a copy on its device."""
+    if array.dtype == dtype or isinstance(array, np.ndarray):
+        return array.astype(dtype, copy=False)
+    with on_device_of(array):
+        return array.astype(dtype)
+
+
+def is_capturing(device: int) -> bool:
+    """Tell whether launches on a device are being captured into a graph: by its current stream."""
+    return bool(cp.cuda.get_current_stream(device).is_capturing())
 
 
 _kept_for_replays: list[Array] = []
 
 
 def keep_for_replays(*temporaries: Array) -> None:
-    """Keep what a call made for itself, if its launches are being captured into a graph.
+    """Keep what a call made on one device, if its launches are being captured into a graph.
 
     Replays use that memory, so it must not go back to the pool. It is kept for the life of the
     process: nothing tells when a graph is gone. Of launches that are recorded, whoever records them
     gives the memory.
     """
-    if recorder.work is None and cp.cuda.get_current_stream().is_capturing():
+    if recorder.work is None and is_capturing(temporaries[0].data.device_id):
         _kept_for_replays.extend(temporaries)
 
 
@@ -153,7 +174,7 @@ def to_home(host: np.ndarray[Any, Any], like: Array | None) -> Array:
     """Move a NumPy array to the home and device of ``like``; None keeps it in NumPy."""
     if like is None or isinstance(like, np.ndarray):
         return host
-    with like.device:
+    with on_device_of(like):
         return cp.asarray(host)
 
 
@@ -229,6 +250,10 @@ def _capsule_fields(capsule: Any) -> tuple[ctypes.c_uint8, int]:
 
 def to_dlpack(array: Array, **kwargs: Any) -> Any:
     """Export an array with its own type code, bfloat16 and fp8 included."""
+    if isinstance(array, cp.ndarray) and cp.cuda.runtime.getDevice() != array.data.device_id:
+        # CuPy has the consumer wait for the current stream of the current device.
+        with on_device_of(array):
+            return to_dlpack(array, **kwargs)
     if array.dtype not in _EXPORT_CODES:
         return array.__dlpack__(**kwargs)
     bits = array.view(np.uint8 if array.dtype.itemsize == 1 else np.uint16)
@@ -260,6 +285,11 @@ def home(op: str, /, **arrays: Array | None) -> Any:
                 f"{op}: {first} is on device {device} but {name} is on device {x.data.device_id}"
             )
     return np if kind else cp
+
+
+def on_device_of(array: Array) -> Any:
+    """Make a CuPy array's device the current one, on which CuPy allocates and works."""
+    return cp.cuda.Device(array.data.device_id)
 
 
 def device_of(array: Array) -> int:

@@ -225,7 +225,7 @@ def attend_cascade(
     ``logits``, ``scales`` and ``results`` are those of ``PagedAttention.attend``.
     """
     if plan is None:
-        require_eager(call.op)
+        require_eager(call.op, call.q.data.device_id)
         levels, flat = call.batch(head_dim_vo), None
     elif isinstance(plan, CascadePlan):
         levels, flat = plan.levels, plan.flat

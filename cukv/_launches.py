@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import cupy as cp
 
-from cukv._arrays import Array
+from cukv._arrays import Array, is_capturing
 from cukv._attention import require_plan
 from cukv._index import pack_index
 from cukv._kernels import packer
@@ -55,13 +55,13 @@ def work_of_call(
         if kind.sizes is not None:
             raise ValueError(f"{call.op}: the plan was made for NumPy arrays")
     else:
-        require_eager(call.op)
+        require_eager(call.op, kind.device)
     return make_work(kind, call)
 
 
-def require_eager(op: str) -> None:
-    """Raise where a call without a plan would be captured."""
-    if cp.cuda.get_current_stream().is_capturing():
+def require_eager(op: str, device: int) -> None:
+    """Raise where a call without a plan would be captured on a device."""
+    if is_capturing(device):
         raise ValueError(
             f"{op}: a call that is captured into a graph needs plan=: memory of one made "
             "meanwhile would be given to others before the graph runs"

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cupy as cp
 import numpy as np
 
-from cukv._arrays import FP8, Array, CudaUnavailableError, home, is_available, to_dlpack
+from cukv._arrays import (
+    FP8,
+    Array,
+    CudaUnavailableError,
+    home,
+    is_available,
+    on_device_of,
+    to_dlpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,7 +247,7 @@ def _as_bytes(change: Callable[[Array], Array]) -> Callable[[Array], Array]:
 def _copy(array: Array) -> Array:
     if isinstance(array, np.ndarray):
         return array.copy()
-    with array.device:  # CuPy copies to the current device
+    with on_device_of(array):  # CuPy copies to the current device
         return array.copy()
 
 

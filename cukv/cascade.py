@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import Array, home
+from cukv._arrays import Array, converted, home, on_device_of
 from cukv._attention import (
     check_heads,
     check_options,
@@ -181,7 +181,7 @@ class CascadeLevels(Noun):
         flat_rows = as_index(op, "qo_indptr", given, table.indptr)
         home(op, table=table.indptr, qo_indptr=flat_rows)
         match_index(op, "qo_indptr", flat_rows, table.batch_size + 1)
-        flat_rows = flat_rows.astype(table.indptr.dtype, copy=False)
+        flat_rows = converted(flat_rows, table.indptr.dtype)
         host_rows = flat_rows if isinstance(flat_rows, np.ndarray) else flat_rows.get()
         check_indptr(op, "qo_indptr", values(host_rows), _MAX_ROWS, "rows")
         page_bytes = table.page_size * bytes_per_token
@@ -190,7 +190,7 @@ class CascadeLevels(Noun):
             return cls((flat_rows,), (table,))
         if isinstance(flat_rows, np.ndarray):
             return cls(*found)
-        with flat_rows.device:
+        with on_device_of(flat_rows):
             return cls(*found).to_device()
 
     # --------------------------------------------------------------------------------- properties

@@ -17,6 +17,7 @@ from cukv._arrays import (
     as_array,
     concatenate,
     empty,
+    flattened,
     home,
     keep_for_replays,
     set_to_zero,
@@ -114,7 +115,7 @@ class RaggedMask(ArrayNoun):
             _match_bool(op, f"masks[{i}]", part)
             qo_indptr.append(qo_indptr[-1] + part.shape[0])
             kv_indptr.append(kv_indptr[-1] + part.shape[1])
-        return cls(concatenate([p.reshape(-1) for p in parts]), qo_indptr, kv_indptr)
+        return cls(concatenate([flattened(p) for p in parts]), qo_indptr, kv_indptr)
 
     @property
     def batch_size(self) -> int:
@@ -342,8 +343,7 @@ def pack_bits(op: str, x: Array, bitorder: BitOrder, out: Array | None = None) -
         out[...] = packed
         return out
     if x.ndim != 1:
-        with x.device:
-            x = x.reshape(-1)
+        x = flattened(x)
         keep_for_replays(x)
     match_aligned(op, "x", x)
     size = x.shape[0]

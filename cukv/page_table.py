@@ -9,7 +9,16 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import INDEX_DTYPES, Array, as_array, device_of, empty, home, set_to_zero
+from cukv._arrays import (
+    INDEX_DTYPES,
+    Array,
+    as_array,
+    device_of,
+    empty,
+    home,
+    on_device_of,
+    set_to_zero,
+)
 from cukv._check import check_indptr, check_rows_fit, match_index, narrow, values
 from cukv._index import SEQUENCES, as_index, pack_divisor, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_thread, packer
@@ -438,7 +447,7 @@ def _count(n: int, like: Array) -> Array:
     """Give 0, 1, ..., n - 1 as int32, in the home and on the device of ``like``."""
     if isinstance(like, np.ndarray):
         return np.arange(n, dtype=np.int32)
-    with like.device:
+    with on_device_of(like):
         return cp.arange(n, dtype=np.int32)
 
 

@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import Array, as_array, concatenate, home
+from cukv._arrays import Array, as_array, concatenate, home, on_device_of
 from cukv._attention import (
     PagedCall,
     check_heads,
@@ -169,7 +169,7 @@ class RaggedTensor(ArrayNoun):
         indptr = self.indptr
         if isinstance(indptr, np.ndarray):
             return indptr[1:] - indptr[:-1]
-        with indptr.device:  # CuPy computes on the current device
+        with on_device_of(indptr):  # CuPy computes on the current device
             return indptr[1:] - indptr[:-1]
 
     def __len__(self) -> int:

@@ -130,15 +130,23 @@ def working_for(x: Any) -> Iterator[None]:
             cp.cuda.using_allocator(_TORCH_MEMORY.malloc),
         ):
             yield
-    elif (
-        name == "jax"
-        and hasattr(x, "__dlpack_device__")
-        and x.__dlpack_device__()[0] in _CUDA_DEVICES
-    ):
+    elif (device := _gpu_of(x)) is None:
         yield
-        cp.cuda.get_current_stream().synchronize()
     else:
-        yield
+        with cp.cuda.Device(device):
+            yield
+            if name == "jax":
+                cp.cuda.get_current_stream().synchronize()
+
+
+def _gpu_of(x: Any) -> int | None:
+    """Give the number of the GPU that has an array; None: it is no array, or in CPU memory."""
+    if isinstance(x, cp.ndarray):
+        return int(x.data.device_id)
+    if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack_device__"):
+        return None
+    kind, device = x.__dlpack_device__()
+    return int(device) if kind in _CUDA_DEVICES else None
 
 
 # ---------------------------------------------------------------------------------------- options

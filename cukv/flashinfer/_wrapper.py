@@ -293,6 +293,7 @@ class Wrapper:
             if form.heads_first:
                 own = own.T
             if s is not None:
+                home(op, q=q, lse=s)
                 s[...] = own
             found = (found[0], own)
         o_back = give_back(caller, found[0]) if out is None else out

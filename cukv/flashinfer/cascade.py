@@ -8,7 +8,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import merge as _merge
-from cukv._arrays import Array
+from cukv._arrays import Array, home
 from cukv._check import match
 from cukv.cascade import CascadeLevels
 from cukv.flashinfer._caller import (
@@ -65,6 +65,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
         match(op, "mask", kept, ("n",), {"n": target_v.shape[0]})
         if kept.dtype != np.bool_:
             raise TypeError(f"{op}: mask must be bool, got {kept.dtype.name}")
+        home(op, v=target_v, mask=kept)
         bits = f"u{target_v.dtype.itemsize}"  # CuPy selects among bits of any dtype
         xp = np if isinstance(target_v, np.ndarray) else cp
         where = kept[:, None]

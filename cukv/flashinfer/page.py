@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cukv import positions as _positions
-from cukv._arrays import Array
+from cukv._arrays import Array, home
 from cukv._check import match_index, whole_number
 from cukv.flashinfer._caller import data, detached, give_back, index, working_for
 from cukv.mla import MLAPagedCache
@@ -44,10 +44,12 @@ def get_batch_indices_positions(
         if batch_indices is None:
             batch_indices, positions = give_back(append_indptr, *found)
             return batch_indices, positions
-        names = ("batch_indices", "positions")
-        for name, given, rows in zip(names, (batch_indices, positions), found, strict=True):
-            target = index(op, name, given, like)
+        given = {"batch_indices": batch_indices, "positions": positions}
+        targets = {name: index(op, name, x, like) for name, x in given.items()}
+        home(op, append_indptr=indptr, **targets)
+        for name, target in targets.items():
             match_index(op, name, target, nnz)
+        for target, rows in zip(targets.values(), found, strict=True):
             target[...] = rows
     return batch_indices, positions
 
