@@ -40,10 +40,10 @@ class FakeGpus:
     def __init__(self, monkeypatch, compute_capability, count=1):
         self.compute_capability = compute_capability
         self.current = 0
-        self.launches: list[Launch] = []
-        self.allocated_on: list[int] = []
-        self.capturing: set[int] = set()  # devices whose stream is
-        functions: list[tuple[str, int]] = []  # by their handles
+        self.launches = []
+        self.allocated_on = []  # devices
+        self.capturing = set()  # devices whose stream is
+        functions = []  # by their handles: names, and where they are loaded
         gpus = self
 
         class Device:

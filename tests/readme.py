@@ -3,11 +3,13 @@
     python tests/readme.py                         the tables anew, from tests/bench/record.json
     python tests/readme.py BENCH.json              a new record, then the tables
     python tests/readme.py BENCH.json PEERS.json   the same, beside FlashInfer and cuDNN
+    python tests/readme.py --devices DEVICES.json  what several GPUs did, beside what there is
 
-``BENCH.json`` is what ``pytest tests/bench --benchmark-json`` writes on a GPU: figures of cukv have
-no other source. ``PEERS.json`` is a list of rows, one a case, of one run of the same sources on the
-same machine, which gave every library the same arrays in turns: ``case``, ``cukv_us``, a time of
-each peer such as ``flashinfer_us``, and ``agree``, whether the answers do. Ratios come from there.
+``BENCH.json`` is what ``pytest tests/bench --benchmark-json`` writes on a GPU, and ``DEVICES.json``
+what ``pytest tests/bench/test_jax_devices.py`` does on several: figures of cukv have no other
+source. ``PEERS.json`` is a list of rows, one a case, of one run of the same sources on the same
+machine, which gave every library the same arrays in turns: ``case``, ``cukv_us``, a time of each
+peer such as ``flashinfer_us``, and ``agree``, whether the answers do. Ratios come from there.
 """
 
 import json
@@ -217,8 +219,9 @@ _PEERS = paragraph(
 def speed(record: Any) -> str:
     """Say what was measured, where and when, and make the tables of it."""
     benchmarks = {b["name"]: b for b in record["benchmarks"]}
+    several = _several(record.get("devices"))
     if not benchmarks:
-        return _UNMEASURED
+        return _UNMEASURED + several
     gpu, peers = record["machine_info"]["gpu"], {row["case"]: row for row in record["peers"]}
     measured = [row for row in rows() if row.benchmark in benchmarks]
     beside = any(row.case in peers for row in measured)
@@ -235,7 +238,7 @@ def speed(record: Any) -> str:
         benchmark = benchmarks[row.benchmark]
         cells = [row.kernel, row.shape, microseconds(benchmark), *_rate(benchmark["extra_info"])]
         text += _line(*cells, *[_peer(peers.get(row.case, {}))] * beside)
-    return text + _limits(record["benchmarks"]) + _host_times(benchmarks)
+    return text + _limits(record["benchmarks"]) + _host_times(benchmarks) + several
 
 
 def _cut_short(record: Any) -> str:
@@ -319,6 +322,41 @@ def _host_times(benchmarks: Any) -> str:
         return ""
     text = f"What an eager call costs the host there, until it returns: {', '.join(said)}."
     return "\n" + paragraph(text)
+
+
+# Benchmarks over several GPUs: on what, and what each of them has a part of.
+SEVERAL = {
+    "test_keys_over_devices[kv1048576]": (
+        "1 x 1048576 keys, 32 query heads, 8 KV heads of 128, page 16",
+        "keys; states merge by their lse",
+    ),
+    "test_heads_over_devices[b64_kv8192]": ("64 x 8192 keys", "heads"),
+}
+
+
+def _several(record: Any) -> str:
+    """Make the table of what several GPUs do; None: there is no run of theirs."""
+    if not record:
+        return ""
+    benchmarks = {b["name"]: b for b in record["benchmarks"]}
+    found = {name: benchmarks[name] for name in SEVERAL if name in benchmarks}
+    gpu, count = record["machine_info"]["gpu"], next(iter(found.values()))["extra_info"]["devices"]
+    text = paragraph(
+        f"On {count} {gpu['device']} of one host, driver {gpu['driver']}, CUDA {gpu['nvrtc']}, "
+        f"{record['datetime'][:10]}. {_cut_short(record)}{_of_these_kernels(record)}Wall-clock "
+        "time of a layer in a loop over 32 inside `jax.jit`; answers are those of one of these "
+        "GPUs, and no key or value leaves its own:"
+    )
+    heads = ("`cukv.jax.decode`", "sharded", "one GPU", f"{count} GPUs", "times as fast", "asked")
+    text += "\n" + _line(*heads, "met") + "|---|---|---|---|---|---|---|\n"
+    for name, benchmark in found.items():
+        info = benchmark["extra_info"]
+        alone = {"stats": {"median": 1e-6 * info["one_us"]}}
+        times = (microseconds(each) for each in (alone, benchmark))
+        met = "yes" if info["reached"] <= info["asked"] else "no"
+        ratios = (f"{1 / info[key]:.2f}" for key in ("reached", "asked"))
+        text += _line(*SEVERAL[name], *times, *ratios, met)
+    return "\n" + text
 
 
 # Support
@@ -475,9 +513,13 @@ def rewritten(readme: str, record: Any) -> str:
 
 def main(arguments: list[str]) -> None:
     """Make the record, if there is a new one, and the tables."""
-    if arguments:
+    if arguments[:1] == ["--devices"]:
+        (bench,) = (read(Path(name)) for name in arguments[1:])
+        write_record(read(RECORD) | {"devices": condensed(bench, [])}, RECORD)
+    elif arguments:
         bench, *peers = (read(Path(name)) for name in arguments)
-        write_record(condensed(bench, peers[0] if peers else []), RECORD)
+        found = condensed(bench, peers[0] if peers else [])
+        write_record(found | {"devices": read(RECORD)["devices"]}, RECORD)
     path = TREE / "README.md"
     path.write_text(rewritten(path.read_text(encoding="utf-8"), read(RECORD)), encoding="utf-8")
 

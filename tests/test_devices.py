@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -33,8 +34,8 @@ ON_NO_DEVICE = {
 
 DECODE = ("PagedKVCache.decode", "PagedKVCache.plan", "Plan.update")
 
-CALLS = {}  # by the names that they make
-OF_CUPY = set()  # names whose work CuPy's own kernels and copies do
+CALLS: dict[tuple[str, ...], Any] = {}  # by the names that they make
+OF_CUPY: set[tuple[str, ...]] = set()  # names whose work CuPy's own kernels and copies do
 
 
 def covers(*names, of_cupy=False):

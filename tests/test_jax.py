@@ -7,8 +7,11 @@ kernels are. Where there is no GPU, calls to one are made as far as they go: to 
 import functools
 import os
 import struct
+import subprocess
+import sys
 import types
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -526,6 +529,19 @@ def test_keys_are_sharded_and_states_merge_by_their_lse(place, rng):
     for device in range(len(place)):
         assert_close(o[device], want[0], ATTENTION["float16"], scale=max_abs(v.data))
         assert_close(lse[device], want[1], LSE)
+
+
+def test_benchmarks_over_devices_are_rehearsed_on_cpus():
+    folder = Path(__file__).parent / "bench"
+    options = "-q", "--rehearse", "-p", "no:cacheprovider", folder / "test_jax_devices.py"
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    hidden["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *map(str, options)],
+        env=hidden, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout
 
 
 # On a GPU: captured, and in the order of streams

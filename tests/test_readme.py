@@ -15,6 +15,7 @@ from test_notebooks import RUN, cells
 
 from cukv._arrays import BFLOAT16, FLOAT8_E4M3
 
+TREE = readme.TREE
 GPU = {"device": "NVIDIA H200", "driver": "580.1", "nvrtc": "13.0"}
 CASE = "decode/b64_kv8192_h32x8_p16"
 
@@ -145,6 +146,49 @@ def test_without_a_record_there_are_no_figures():
     assert "|" not in speed(record)
 
 
+def devices():
+    """What a run on two GPUs leaves behind."""
+    found = bench()
+    found["benchmarks"] = [
+        benchmark(name, 5e-4, devices=2, one_us=950.0, reached=0.526, asked=0.555, of="of one")
+        for name in readme.SEVERAL
+    ]
+    return found
+
+
+def test_several_gpus_have_a_table_of_their_own():
+    record = condensed(bench(), []) | {"devices": condensed(devices(), [])}
+    text = speed(record)
+    assert "On 2 NVIDIA H200 of one host, driver 580.1, CUDA 13.0, 2027-01-02. Wall" in words(text)
+    assert line(text, "| 64 x 8192 keys | heads")[2:] == [
+        "950.0 us",
+        "500.0 us",
+        "1.90",
+        "1.80",
+        "yes",
+    ]
+    record["devices"]["benchmarks"][1]["extra_info"]["reached"] = 0.6
+    record["devices"]["digest"] = {}
+    text = speed(record | {"benchmarks": []})  # without those of one
+    assert line(text, "| 64 x 8192 keys | heads")[4:] == ["1.67", "1.80", "no"]
+    assert "The kernels have changed since" in words(text)
+
+
+def test_a_new_record_keeps_what_several_gpus_did_and_the_other_way_round(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(readme, "RECORD", path)
+    monkeypatch.setattr(readme, "TREE", tmp_path)
+    (tmp_path / "README.md").write_text((TREE / "README.md").read_text(encoding="utf-8"))
+    path.write_text('{"benchmarks": [], "peers": [], "devices": null}')
+    for name, found in (("bench", bench()), ("devices", devices())):
+        (tmp_path / name).write_text(json.dumps(found))
+    want = condensed(bench(), []) | {"devices": condensed(devices(), [])}
+    for arguments in (["--devices", "devices"], ["bench"], ["--devices", "devices"]):
+        readme.main([str(tmp_path / a) if a[0] != "-" else a for a in arguments])
+    assert readme.read(path) == want
+    assert speed(want) in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_rehearsal_is_no_record():
     found = bench()
     found["machine_info"]["gpu"] = {"device": "none: rehearsed"}
@@ -194,7 +238,7 @@ def test_every_line_of_the_table_is_a_benchmark():
     run = subprocess.run(command, cwd=readme.TREE, capture_output=True, text=True, check=True)
     names = {line.partition("::")[2] for line in run.stdout.splitlines()}
     rows = list(readme.rows())
-    assert [row.benchmark for row in rows if row.benchmark not in names] == []
+    assert {row.benchmark for row in rows} | readme.SEVERAL.keys() <= names
     for wanted in (rows, [row.case for row in rows if row.case]):
         assert len(set(wanted)) == len(wanted)
 
