@@ -522,6 +522,24 @@ def test_a_graph_is_captured_and_replayed_on_the_device_that_is_not_current(devi
 
 
 @pytest.mark.two_gpus
+def test_who_takes_an_export_waits_for_the_stream_of_its_device(device):
+    with cp.cuda.Device(device):
+        ours, theirs = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+        slow, rows = cp.empty(1 << 30, np.uint8), cp.zeros((1, 2, 8), np.float16)
+        noun = cukv.RaggedTensor(rows, cp.array([0, 1]))
+        cp.cuda.Device().synchronize()
+        with ours:
+            slow.data.memset_async(1, slow.nbytes)  # takes longer than to queue the rest
+            rows.fill(7)
+            with cp.cuda.Device(1 - device):
+                taken = noun.__dlpack__(stream=theirs.ptr)
+        found = rows.get(stream=theirs)
+        theirs.synchronize()
+    assert (found == 7).all()
+    del taken
+
+
+@pytest.mark.two_gpus
 def test_threads_may_work_on_both_at_once(monkeypatch):
     monkeypatch.setattr(_kernels, "_loaded", {})  # first calls on both
     calls = [(device, n) for n in range(4) for device in (0, 1)]
