@@ -71,6 +71,11 @@ def ragged(there, rng, rows, heads, lens):
     return there(cukv.RaggedTensor(data, np.cumsum([0, *lens]).astype(np.int32)))
 
 
+def results(there, *shape):
+    """Make arrays to write an output and its lse to."""
+    return there(np.zeros(shape, np.float32)), there(np.zeros(shape[:2], np.float32))
+
+
 def masks(rng, qo_lens, kv_lens):
     """Give masks of a batch, in NumPy: as booleans and as bits."""
     mask = cukv.RaggedMask.from_list(
@@ -119,9 +124,9 @@ def decode(there, rng):
     eager = cache.decode(q, table, sinks=sinks, k_scale=scale, return_lse=True)
     plan = cache.plan(q, table, window_left=7)
     plan.update()
-    out = there(np.zeros((4, 8, 64), np.float32)), there(np.zeros((4, 8), np.float32))
-    cache.decode(q, table, window_left=7, plan=plan, out=out[0], lse=out[1])
-    return *eager, *out
+    out, lse = results(there, 4, 8, 64)
+    cache.decode(q, table, window_left=7, plan=plan, out=out, lse=lse)
+    return *eager, out, lse
 
 
 @covers("PagedKVCache.prefill")
@@ -239,7 +244,9 @@ def latent_decode(there, rng):
         plan.update()
         found.append(cache.decode(q, q_pe, table, sm_scale=0.1, plan=plan))
         rows = there(np.array([0, 2, 2, 3, 4]))
-        found.append(cache.decode(q, q_pe, table, sm_scale=0.1, qo_indptr=rows, causal=True))
+        out, lse = results(there, 4, heads, 512)
+        options = {"sm_scale": 0.1, "qo_indptr": rows, "causal": True}
+        found += cache.decode(q, q_pe, table, out=out, lse=lse, return_lse=True, **options)
     return tuple(found)
 
 
@@ -259,7 +266,9 @@ def cascade(there, rng):
     plan = levels.plan(q, cache, window_left=20)
     plan.update()
     found = levels.attend(q, cache, window_left=20, plan=plan, return_lse=True)
-    return *found, levels.attend(q, cache, causal=True)
+    (out, lse), sinks = results(there, 4, 8, 64), there(random_rows(rng, (8,), "float32"))
+    levels.attend(q, cache, causal=True, sinks=sinks, out=out, lse=lse)
+    return *found, out, lse
 
 
 @covers("CascadeLevels.from_prefixes", of_cupy=True)
@@ -275,7 +284,9 @@ def prefixes(there, rng):
 def merge(there, rng):
     o, lse = (there(random_rows(rng, (5, 3, 2, *n), "float32")) for n in ((8,), ()))
     states = [x[:, i] for i in (0, 1) for x in (o, lse)]
-    return *cukv.merge_states(o, lse), *cukv.merge_state(*states)
+    out = results(there, 5, 2, 8)
+    cukv.merge_states(o, lse, out=out)
+    return *out, *cukv.merge_states(o, lse), *cukv.merge_state(*states)
 
 
 @covers("packbits", "segment_packbits")
