@@ -391,10 +391,10 @@ def test_rows_that_their_producer_has_not_finished_are_waited_for():
     cache = cukv.PagedKVCache(cp.zeros((1, 2, 16, 2, 8), cp.float16))
     cache.append(*[cp.zeros((1, 2, 8), cp.float16)] * 2, table)  # compiled from here on
     cp.cuda.Device().synchronize()
-    for i in range(1, 20):
+    for i in range(1, 1001):
         with torch.cuda.stream(produced):
             rows = torch.zeros((1, 2, 8), dtype=torch.float16, device="cuda")
-            torch.cuda._sleep(2_000_000)  # cycles: about a millisecond
+            torch.cuda._sleep(1_000_000)  # cycles: longer than to queue the rest
             rows.fill_(i)
             with ours:
                 cache.append(rows, rows, table)
