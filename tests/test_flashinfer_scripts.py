@@ -251,7 +251,7 @@ def test_mla(beside, num_heads, short):
         indptr, indices, _ = pages(torch, LENS, page_size)
         data = random(torch, len(indices), page_size, 576)
         lens = ints(torch, [max(1, n - 70) for n in LENS] if short else LENS)
-        q = random(torch, len(LENS), num_heads, 576)
+        q = (random(torch, len(LENS), num_heads, n) for n in (512, 64))
         wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace(torch))
         wrapper.plan(
             torch.arange(len(LENS) + 1, device="cuda").int(),
@@ -267,8 +267,7 @@ def test_mla(beside, num_heads, short):
             torch.bfloat16,
             torch.bfloat16,
         )
-        parts = (*q.split([512, 64], -1), *data.split([512, 64], -1))
-        return {"attention": [wrapper.run(*parts, return_lse=True)]}
+        return {"attention": [wrapper.run(*q, *data.split([512, 64], -1), return_lse=True)]}
 
     beside(script)
 
