@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -332,6 +333,23 @@ def test_nouns_go_out_as_arrays_of_other_libraries(library, name, rng):
     assert address_of(library, theirs) == ours.data.data.ptr
     assert str(theirs.dtype).rpartition(".")[2] == name
     assert_same_bits(as_array("op", "k", theirs), host.data)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_memory_lives_as_long_as_whoever_holds_it(library, rng):
+    host = random_rows(rng, (512, 2, 64), "bfloat16")
+    ours = cukv.RaggedTensor(on_gpu(library, host), cp.array([0, 512]))  # theirs is gone
+    gc.collect()
+    taken = [on_gpu(library, np.zeros_like(host)) for _ in range(4)]  # what is free, is written
+    assert_same_bits(ours.data, host)
+
+    module = load("torch") if library == "torch" else load("jax").numpy
+    theirs = module.from_dlpack(cukv.RaggedTensor(host, np.array([0, 512])).to_device())
+    gc.collect()
+    taken += [cp.zeros(host.nbytes, np.uint8) for _ in range(4)]
+    assert_same_bits(as_array("op", "k", theirs), host)
 
 
 @pytest.mark.gpu
