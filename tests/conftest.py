@@ -78,6 +78,8 @@ def pytest_runtest_setup(item):
         if os.environ.get("CUKV_REQUIRE_GPU") == "1":
             pytest.fail("CUKV_REQUIRE_GPU=1, and there is no GPU", pytrace=False)
         pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("beside") and not is_available():
+        pytest.skip("needs an NVIDIA GPU, and FlashInfer")
     if item.get_closest_marker("two_gpus") and _arrays._device_count() < 2:
         pytest.skip("needs two NVIDIA GPUs")
 

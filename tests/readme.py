@@ -37,6 +37,8 @@ FLASHINFER = "0.6.13"
 
 def read(path: Path) -> Any:
     """Read JSON."""
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: benchmarks write it, on a machine with a GPU")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

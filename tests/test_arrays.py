@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -337,6 +338,23 @@ def test_nouns_go_out_as_arrays_of_other_libraries(library, name, rng):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_memory_lives_as_long_as_whoever_holds_it(library, rng):
+    host = random_rows(rng, (512, 2, 64), "bfloat16")
+    ours = cukv.RaggedTensor(on_gpu(library, host), cp.array([0, 512]))  # theirs is gone
+    gc.collect()
+    taken = [on_gpu(library, np.zeros_like(host)) for _ in range(4)]  # what is free, is written
+    assert_same_bits(ours.data, host)
+
+    module = load("torch") if library == "torch" else load("jax").numpy
+    theirs = module.from_dlpack(cukv.RaggedTensor(host, np.array([0, 512])).to_device())
+    gc.collect()
+    taken += [cp.zeros(host.nbytes, np.uint8) for _ in range(4)]
+    assert_same_bits(as_array("op", "k", theirs), host)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_step_takes_every_argument_from_another_library(library, rng):
     case = PagedCase((45, 8, 25, 22), dtype="bfloat16")
     arrays = case.arrays(rng)
@@ -391,10 +409,10 @@ def test_rows_that_their_producer_has_not_finished_are_waited_for():
     cache = cukv.PagedKVCache(cp.zeros((1, 2, 16, 2, 8), cp.float16))
     cache.append(*[cp.zeros((1, 2, 8), cp.float16)] * 2, table)  # compiled from here on
     cp.cuda.Device().synchronize()
-    for i in range(1, 20):
+    for i in range(1, 1001):
         with torch.cuda.stream(produced):
             rows = torch.zeros((1, 2, 8), dtype=torch.float16, device="cuda")
-            torch.cuda._sleep(2_000_000)  # cycles: about a millisecond
+            torch.cuda._sleep(1_000_000)  # cycles: longer than to queue the rest
             rows.fill_(i)
             with ours:
                 cache.append(rows, rows, table)

@@ -552,6 +552,47 @@ def test_a_graph_of_mla_keeps_its_page_table(rng):
         assert_attends(got, want, arrays.k)
 
 
+def test_a_graph_of_ragged_prefill_reads_fixed_buffers(rng):
+    buffers = {name: np.zeros(3, np.int32) for name in ("qo_indptr_buf", "kv_indptr_buf")}
+    masks = {"custom_mask_buf": np.zeros(64, np.uint8), "mask_indptr_buf": np.zeros(3, np.int32)}
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        WORKSPACE, use_cuda_graph=True, **buffers, **masks
+    )
+    q, k, v = (random_rows(rng, (n, h, 64), "float16") for n, h in ((9, 4), (50, 2), (50, 2)))
+    for qo_lens, kv_lens in (((3, 2), (40, 10)), ((1, 8), (1, 12))):
+        qo_indptr, kv_indptr = (
+            np.array([0, *np.cumsum(lens)], np.int32) for lens in (qo_lens, kv_lens)
+        )
+        flat = flat_masks(rng, qo_indptr, kv_lens)
+        wrapper.plan(qo_indptr, kv_indptr, 4, 2, 64, custom_mask=flat)
+        assert buffers["qo_indptr_buf"].tolist() == qo_indptr.tolist()
+        assert buffers["kv_indptr_buf"].tolist() == kv_indptr.tolist()
+        o, lse = wrapper.run(q, k, v, return_lse=True)
+        n = sum(qo_lens)
+        want = reference.ragged_prefill(q[:n], qo_indptr, k, v, kv_indptr, custom_mask=flat)
+        assert_attends((o[:n], lse[:n]), want, v)
+
+
+def test_a_graph_of_a_cascade_reads_fixed_buffers(rng):
+    cache, *levels = cascade_arrays(rng)
+    names = "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+    buffers = {
+        f"{name}_buf_arr": [np.zeros_like(level) for level in arrays]
+        for name, arrays in zip(names, levels, strict=True)
+    }
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        2, WORKSPACE, use_cuda_graph=True, **buffers
+    )
+    q = random_rows(rng, (4, 4, 64), "float16")
+    for last in (levels[3], [np.array([16], np.int32), np.array([1, 16], np.int32)]):
+        wrapper.plan(*levels[:3], last, 4, 2, 64, 16)
+        for buffer, given in zip(buffers["paged_kv_last_page_len_buf_arr"], last, strict=True):
+            assert buffer.tolist() == given.tolist()
+        csrs = list(zip(*levels[1:3], last, strict=True))
+        want = reference.cascade(q, levels[0], cache[:, 0], cache[:, 1], csrs)
+        assert_attends(wrapper.run(q, cache, return_lse=True), want, cache)
+
+
 def test_graph_mode_needs_its_buffers():
     with pytest.raises(ValueError, match="needs paged_kv_indptr_buffer"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)

@@ -14,10 +14,22 @@ import pytest
 TREE = Path(__file__).parent.parent
 NOTEBOOKS = sorted((TREE / "notebooks").glob("*.ipynb"))
 
-# Run code cells as Jupyter does: the value of a cell's last expression is shown.
+# Run code cells as Jupyter does: the value of a cell's last expression is shown. Floats that NumPy
+# allocates are infinite until they are written: a sum over some that were not is invalid.
 RUN = """
-import ast, json, sys
+import ast, json, sys, warnings
+import numpy
 
+allocate = numpy.empty
+
+def empty(*args, **kwargs):
+    array = allocate(*args, **kwargs)
+    if array.dtype.kind == "f":
+        array.fill(float("inf"))
+    return array
+
+numpy.empty = empty
+warnings.filterwarnings("error", "invalid value", RuntimeWarning)
 scope = {"__name__": "__main__"}
 for number, source in enumerate(json.load(sys.stdin)):
     tree = ast.parse(source)

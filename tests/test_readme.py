@@ -82,6 +82,11 @@ def test_the_tables_of_the_readme_are_those_of_the_record():
     assert text == made, "README.md is not up to date: python tests/readme.py"
 
 
+def test_benchmarks_that_were_skipped_leave_nothing_to_read(tmp_path):
+    with pytest.raises(SystemExit, match="on a machine with a GPU"):
+        readme.main([str(tmp_path / "bench.json")])
+
+
 def test_a_table_says_what_was_measured_where():
     text = speed(condensed(bench(), []))
     said = words(text)
