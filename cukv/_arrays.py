@@ -15,7 +15,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 
-from cukv._recording import recorder, set_bytes_to_zero
+from cukv._recording import set_bytes_to_zero
 
 Array = Any  # cupy.ndarray or numpy.ndarray; CuPy has no usable static types
 
@@ -154,20 +154,6 @@ def converted(array: Array, dtype: np.dtype[Any]) -> Array:
 def is_capturing(device: int) -> bool:
     """Tell whether launches on a device are being captured into a graph: by its current stream."""
     return bool(cp.cuda.get_current_stream(device).is_capturing())
-
-
-_kept_for_replays: list[Array] = []
-
-
-def keep_for_replays(*temporaries: Array) -> None:
-    """Keep what a call made on one device, if its launches are being captured into a graph.
-
-    Replays use that memory, so it must not go back to the pool. It is kept for the life of the
-    process: nothing tells when a graph is gone. Of launches that are recorded, whoever records them
-    gives the memory.
-    """
-    if recorder.work is None and is_capturing(temporaries[0].data.device_id):
-        _kept_for_replays.extend(temporaries)
 
 
 def to_home(host: np.ndarray[Any, Any], like: Array | None) -> Array:

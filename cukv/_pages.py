@@ -17,7 +17,6 @@ from cukv._arrays import (
     as_dtype,
     empty,
     home,
-    keep_for_replays,
     read_only_reason,
 )
 from cukv._check import check_indptr, match, match_dtype, match_index, whole_number
@@ -43,6 +42,7 @@ from cukv._rows import (
     outer_strides,
     resident_ctas,
 )
+from cukv._scratch import allocate_scratch
 from cukv._specialisations import vector_size
 from cukv.page_table import PageTable
 
@@ -272,11 +272,11 @@ class PagePair:
         copied = [pages for pages in self if len(src) and pages.array.size]
         if not copied:
             return
-        # All at once: what an eager call leaves in the pool is then what a captured one takes.
-        scratch = [_scratch(op, pages, len(src)) for pages in copied]
-        keep_for_replays(*scratch)
-        for pages, rows in zip(copied, scratch, strict=True):
-            _copy_array(op, pages, rows, src, dst)
+        # One after the other, through the same memory.
+        num_bytes = len(src) * max(pages.bytes_per_page for pages in copied)
+        memory = allocate_scratch(op, (num_bytes,), _BYTE, like)
+        for pages in copied:
+            _copy_array(op, pages, memory, src, dst)
 
 
 def as_storage(op: str, name: str, x: Any) -> tuple[Array, str | None]:
@@ -408,14 +408,11 @@ def _check_page_ids(op: str, name: str, ids: Array, max_num_pages: int) -> None:
         raise ValueError(f"{op}: {name}[{i}] must be below {max_num_pages} pages, got {ids[i]}")
 
 
-def _scratch(op: str, pages: Pages, num_pages: int) -> Array:
-    """Allocate room for whole pages; a copy knows no dtypes, so elements are bytes."""
+def _copy_array(op: str, pages: Pages, memory: Array, src: Array, dst: Array) -> None:
+    """Copy pages of one array through memory that holds them; elements are bytes here."""
     _, page_size, num_heads, head_dim = pages.array.shape
-    shape = (num_pages * page_size, num_heads, head_dim * pages.array.itemsize)
-    return empty(op, shape, _BYTE, cp, like=pages.array)
-
-
-def _copy_array(op: str, pages: Pages, scratch: Array, src: Array, dst: Array) -> None:
+    scratch = memory[: len(src) * pages.bytes_per_page]
+    scratch = scratch.reshape(-1, num_heads, head_dim * pages.array.itemsize)
     as_bytes = Pages(op, pages.name, pages.array.view(_BYTE), pages.read_only)
     fit = Fit.of(scratch, as_bytes)
     unit = alignment(pages.alignment, fit.head_dim, *outer_strides(scratch))
@@ -432,6 +429,6 @@ def _copy_array(op: str, pages: Pages, scratch: Array, src: Array, dst: Array) -
             rows=rows,
             src=pack_index(src),
             dst=pack_index(dst),
-            page_size=pages.array.shape[1],
+            page_size=page_size,
             to_scratch=to_scratch,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
@@ -56,6 +57,11 @@ class Pages:
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the elements."""
         return self.array.dtype  # type: ignore[no-any-return]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of a page's elements, without what may lie between them."""
+        return int(math.prod(self.array.shape[1:]) * self.array.itemsize)
 
     def require_writable(self, op: str) -> None:
         """Raise if the storage must not be written."""

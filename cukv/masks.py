@@ -19,13 +19,14 @@ from cukv._arrays import (
     empty,
     flattened,
     home,
-    keep_for_replays,
+    on_device_of,
     set_to_zero,
 )
 from cukv._check import check_indptr, match, match_aligned, match_index, values
 from cukv._index import as_index, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_warp, packer
 from cukv._noun import ArrayNoun
+from cukv._scratch import allocate_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -174,15 +175,14 @@ class RaggedMask(ArrayNoun):
 
         Notes
         -----
-        Current stream, no synchronisation. A call captured into a graph keeps a few bytes per
-        request for the life of the process. Source: kernels/segment_packbits.cu.
+        Current stream, no synchronisation. Calls captured into a graph keep a few bytes per request
+        for the life of the process. Source: kernels/segment_packbits.cu.
         """
         if self._home() is np:
             self.validate()
-        indptr = self.indptr
+        op = "RaggedMask.pack"
+        indptr = _mask_indptr(op, self.qo_indptr, self.kv_indptr, for_this_call=True)
         data, byte_indptr = segment_packbits(self.data, indptr)
-        if self._home() is cp:
-            keep_for_replays(indptr)
         return PackedMask(data, self.qo_indptr, self.kv_indptr, byte_indptr)
 
     def validate(self) -> None:
@@ -259,9 +259,7 @@ class PackedMask(ArrayNoun):
         if (given := given_indptr(self)) is not None:
             return given
         op = "PackedMask.indptr"
-        elements = _mask_indptr(op, self.qo_indptr, self.kv_indptr)
-        if self._home() is cp:
-            keep_for_replays(elements)
+        elements = _mask_indptr(op, self.qo_indptr, self.kv_indptr, for_this_call=True)
         return _byte_indptr(op, elements)
 
     def __len__(self) -> int:
@@ -343,8 +341,7 @@ def pack_bits(op: str, x: Array, bitorder: BitOrder, out: Array | None = None) -
         out[...] = packed
         return out
     if x.ndim != 1:
-        x = flattened(x)
-        keep_for_replays(x)
+        x = _flattened_for_this_call(op, x)
     match_aligned(op, "x", x)
     size = x.shape[0]
     if out is None:
@@ -485,10 +482,27 @@ def _host_mask_indptr(
     return indptr
 
 
-def _mask_indptr(op: str, qo_indptr: Array, kv_indptr: Array) -> Array:
+def _flattened_for_this_call(op: str, x: Array) -> Array:
+    """Give the elements of a GPU array in C order, ``[n]``, for the launches of this call only."""
+    with on_device_of(x):
+        if not x.flags.c_contiguous:
+            bits, strided = np.dtype(f"u{x.itemsize}"), x
+            x = allocate_scratch(op, x.shape, x.dtype, x)
+            x.view(bits)[...] = strided.view(bits)
+        return x.reshape(-1)
+
+
+def _mask_indptr(
+    op: str, qo_indptr: Array, kv_indptr: Array, *, for_this_call: bool = False
+) -> Array:
+    """Where masks start, as a result or for the launches of this call only."""
     if isinstance(qo_indptr, np.ndarray):
         return _host_mask_indptr(op, values(qo_indptr), values(kv_indptr), _NO_LIMIT)
-    out = empty(op, (len(qo_indptr),), _INT64, cp, like=qo_indptr)
+    shape = (len(qo_indptr),)
+    if for_this_call:
+        out = allocate_scratch(op, shape, _INT64, qo_indptr)
+    else:
+        out = empty(op, shape, _INT64, cp, like=qo_indptr)
     if len(out) == 1:
         set_to_zero(out)
         return out

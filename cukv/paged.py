@@ -316,8 +316,9 @@ class PagedKVCache(CacheNoun):
 
         Notes
         -----
-        Current stream, no synchronisation. Pages go through scratch of their size; that of a call
-        captured into a graph is kept for the life of the process. Source: kernels/copy_pages.cu.
+        Current stream, no synchronisation. Pages of K, then of V, go through scratch. What calls
+        captured into a graph use is taken from CuPy's pool once, shared by them, and kept for the
+        life of the process. Source: kernels/copy_pages.cu.
         """
         self._pages.copy_pages("PagedKVCache.copy_pages", src, dst)
 

@@ -241,7 +241,7 @@ class FakeCuda:
 
     def __init__(self, launch_seconds):
         self.now, self.capturing, self.launch_seconds, self.log = 0.0, None, launch_seconds, []
-        self.runtime = SimpleNamespace(streamCaptureModeRelaxed=2)
+        self.runtime = SimpleNamespace(streamCaptureModeGlobal=0)
 
     def call(self, seconds):
         """A call that takes so long on the device."""
@@ -285,7 +285,7 @@ class FakeStream:
         pass
 
     def begin_capture(self, mode):
-        assert mode == self.cuda.runtime.streamCaptureModeRelaxed
+        assert mode == self.cuda.runtime.streamCaptureModeGlobal
         self.cuda.capturing = []
 
     def end_capture(self):

@@ -138,6 +138,17 @@ class Arguments:
             plan=self.cascade_plans[window_left], return_lse=True,
         )  # fmt: skip
 
+    @functools.cached_property
+    def packed_kv(self):
+        """Keys and values of the tokens of every request."""
+        return self.kv.gather(self.kv_table, nnz=int(to_numpy(self.kv_table.token_indptr)[-1]))
+
+
+def planned(make, attend):
+    """Give a new plan, which must live as long as a graph that its call is captured in."""
+    plan = make()
+    return plan, attend(plan)
+
 
 CALLS = {
     "append by indptr": lambda a: a.cache.append(a.k, a.v, a.table, indptr=a.indptr),
@@ -185,11 +196,30 @@ CALLS = {
     "Plan.update under a mask": lambda a: a.mask_plan.update(),
     "CascadeLevels.attend": lambda a: a.attend_levels(-1),
     "CascadeLevels.attend in a window": lambda a: a.attend_levels(30),
+    "Plan.update of levels": lambda a: a.cascade_plans[-1].update(),
+    "PagedKVCache.plan": lambda a: planned(
+        lambda: a.kv.plan(a.q[:4], a.kv_table),
+        lambda plan: a.kv.decode(a.q[:4], a.kv_table, plan=plan),
+    ),
+    "MLAPagedCache.plan": lambda a: planned(
+        lambda: a.latent.plan(a.latent_q[0][:4], a.latent_table),
+        lambda plan: a.latent.decode(
+            *(x[:4] for x in a.latent_q), a.latent_table, sm_scale=0.07, plan=plan
+        ),
+    ),
+    "RaggedTensor.plan": lambda a: planned(
+        lambda: a.rows.plan(a.packed_kv[0], causal=True),
+        lambda plan: a.rows.prefill(*a.packed_kv, causal=True, plan=plan),
+    ),
+    "CascadeLevels.plan": lambda a: planned(
+        lambda: a.levels.plan(a.q, a.kv, causal=True),
+        lambda plan: a.levels.attend(a.q, a.kv, causal=True, plan=plan),
+    ),
 }
 
 
 def everything(result):
-    """Give the arrays of a result: of arrays, nouns and tuples of them."""
+    """Give the arrays of a result: of arrays, nouns, plans, which show none, and tuples of them."""
     if isinstance(result, (tuple, list)):
         return [array for part in result for array in everything(part)]
     if isinstance(result, cukv.PageTable):
@@ -198,7 +228,7 @@ def everything(result):
         return [result.rows, result.indptr]
     if isinstance(result, cukv.PackedMask):
         return [result.data, result.indptr]
-    return [] if result is None else [result]
+    return [] if result is None or isinstance(result, cukv.Plan) else [result]
 
 
 @pytest.mark.parametrize("name", CALLS)

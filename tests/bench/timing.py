@@ -83,9 +83,7 @@ class Replay:
             self._end.synchronize()
             times = rotations(len(calls), self._elapsed() / len(calls))
             self.num_calls = times * len(calls)
-            # Relaxed: captured calls that keep scratch for their replays take memory of the device,
-            # as the calls before the capture left scratch of one call in the pool.
-            self._stream.begin_capture(cp.cuda.runtime.streamCaptureModeRelaxed)
+            self._stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
             try:
                 self._run(times)
             finally:  # a capture left open would fail all that follows
