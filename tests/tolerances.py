@@ -25,7 +25,8 @@ and another where the definition was itself rounded: ``2 * u * |o|``; weights th
 float32's ``2^-20 * V``.
 
 **lse.** float32, base 2. Logits are float32 sums over ``head_dim <= 256``: below ``2^-11`` in all,
-and ``2^-20`` of the value where it is large.
+and ``2^-20`` of the value where it is large. A library that adds up the rounded weights of its
+tensor-core product (``LSE_OF_ROUNDED``) has a sum that is off by ``u``: ``log2(1 + u)`` more.
 
 **Soft cap.** A hardware ``tanh`` is allowed while lse stays within 4e-3. A logit that is off by
 ``d = 4e-3 * ln 2`` changes ratios of weights by ``exp(2 * d) - 1`` at most: ``6e-3 * V`` in o.
@@ -58,6 +59,7 @@ ATTENTION_TANH = {name: Bound(b.absolute + 6e-3, b.relative) for name, b in ATTE
 MERGE = {name: Bound(2.0**-20, 2 * u) for name, u in _U.items()}
 ROW_NORM = {name: 4 * u for name, u in _U.items()}
 LSE = Bound(2.0**-11, 2.0**-20)
+LSE_OF_ROUNDED = {n: Bound(LSE.absolute + np.log2(1 + u), LSE.relative) for n, u in _U.items()}
 LSE_TANH = Bound(4e-3, 2.0**-20)
 
 
