@@ -146,6 +146,10 @@ def _attention_rows() -> Iterator[Row]:
             shape = f"{batch} x {n} tokens, {kind}"
             case = f"ragged/b{batch}_n{n}_{kind}"
             yield Row("`prefill`, ragged", shape, f"test_ragged_prefill[{name}]", case)
+    for dim in (64, 256):
+        name, case = f"b4_q4096_kv4096_h32x8_d{dim}_p16", f"ragged/b4_n4096_causal_d{dim}"
+        shape = f"4 x 4096 tokens, causal, heads of {dim}"
+        yield Row("`prefill`, ragged", shape, f"test_ragged_prefill[{name}]", case)
     for batch, qo, kv, page in ((16, 512, 8192, 16), (4, 4096, 4096, 16), (16, 512, 8192, 64)):
         shape = f"{batch} x {qo} rows on {kv} keys, causal, page {page}"
         name = f"test_paged_prefill[b{batch}_q{qo}_kv{kv}_h32x8_d128_p{page}]"
@@ -156,7 +160,10 @@ def _attention_rows() -> Iterator[Row]:
     ):
         name = f"{benchmark}[b4_q4096_kv4096_{_HEADS}]"
         yield Row("`prefill`, masked", f"4 x 4096 tokens, {shape}", name, f"mask/{kind}_b4_n4096")
-    for batch, kv, heads in ((128, 4096, 128), (128, 4096, 16), (16, 4096, 16), (1, 65536, 128)):
+    for batch, kv, heads in (
+        *((128, 4096, 128), (128, 4096, 16), (16, 4096, 16)),
+        *((1, 65536, 128), (1, 4096, 128)),
+    ):
         shape, name = f"{batch} x {kv} latent rows, {heads} heads", f"b{batch}_kv{kv}_h{heads}"
         yield Row("MLA `decode`", f"{shape}, page 64", f"test_mla_decode[{name}]", f"mla/{name}")
     for batch, prompt, own in ((64, 8192, 256), (256, 2048, 128)):
