@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import cupy as cp
@@ -62,23 +61,42 @@ def noun(kind: type[Noun], *fields: Any, **named: Any) -> Any:
     return made
 
 
-def _flatten(x: Noun) -> tuple[list[Any], tuple[Any, ...]]:
-    fields = x._fields()
-    arrays = [name for name in fields if name not in _STATIC]
-    static = tuple((name, value) for name, value in fields.items() if name in _STATIC)
-    return [fields[name] for name in arrays], (tuple(arrays), static)
+def _register(kind: type[Noun]) -> None:
+    """Make nouns of a kind pytrees.
+
+    ``jax.jit`` flattens what it is given, and unflattens what it gives, in each call, while the GPU
+    waits: in a step that takes and gives a cache of each layer this is most of what Python does.
+    So names are found here, once, and what comes back as arrays of JAX is not looked at.
+    """
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    names += ["_indptr"] if kind is PackedMask else []
+    num_arrays = sum(name not in _STATIC for name in names)  # of each kind they come first
+    arrays, static = names[:num_arrays], names[num_arrays:]
+
+    def flatten(x: Noun) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(x, name) for name in arrays], tuple([getattr(x, name) for name in static])
+
+    def unflatten(values: tuple[Any, ...], children: Any) -> Any:
+        fields = *children, *values
+        if _are_checked(children):
+            return kind(*fields)
+        made = object.__new__(kind)
+        vars(made).update(zip(names, fields, strict=True))
+        return made
+
+    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
 
 
-def _unflatten(kind: type[Noun], aux: tuple[Any, ...], children: Any) -> Any:
-    """Make the noun again: of NumPy or CuPy arrays the noun itself, which checks them."""
-    names, static = aux
-    fields = dict(zip(names, children, strict=True)) | dict(static)
-    leaves = jax.tree.leaves(list(children))
+def _are_checked(children: Any) -> bool:
+    """Whether nouns check these: leaves that are all arrays of NumPy, or all of CuPy."""
+    first = children[0]
+    while isinstance(first, tuple) and first:
+        first = first[0]
     for home in (np.ndarray, cp.ndarray):
-        if leaves and all(isinstance(leaf, home) for leaf in leaves):
-            return kind(**fields)
-    return noun(kind, **fields)
+        if isinstance(first, home):
+            return all(isinstance(leaf, home) for leaf in jax.tree.leaves(list(children)))
+    return False
 
 
 for _kind in _NOUNS:
-    jax.tree_util.register_pytree_node(_kind, _flatten, functools.partial(_unflatten, _kind))
+    _register(_kind)
