@@ -222,7 +222,9 @@ struct Team {
                     result.store_lse();
                 }
             }
-            if (!staged) {
+            if (p.o_rows.kind == KIND_FLOAT && p.o_rows.aligned) {
+                store_floats(result, at_row < order.item.num_rows, h);
+            } else if (!staged) {
 #pragma unroll
                 for (int tile = 0; tile < Cta::State::O_VALUES / 4; tile += 2) {
                     float sums[4];
@@ -252,6 +254,24 @@ struct Team {
             }
         }
         return staged;
+    }
+
+    // Stores a row's sums as they lie in its lanes, whose pairs are whole sectors together. The
+    // code is short: most CTAs of a cascade come here once, and would wait for every line of it.
+    __device__ __forceinline__ void store_floats(
+        const RowResult<Params>& result, bool has_row, int half_idx) const {
+        if (!has_row || result.at.q_row < 0) {
+            return;
+        }
+        float* to = reinterpret_cast<float*>(p.o + p.o_rows.offset(result.at)) + lane_idx % 4 * 2;
+#pragma unroll
+        for (int tile = 0; tile < Cta::State::O_VALUES / 4; ++tile) {
+            const float* pair = &state.o[tile][2 * half_idx];
+            if (tile * 8 < p.head_dim_vo) {
+                *reinterpret_cast<float2*>(to + tile * 8) = make_float2(
+                    fmaf(pair[0], result.factor, 0.0f), fmaf(pair[1], result.factor, 0.0f));
+            }
+        }
     }
 
     // What comes with the keys of a step.
