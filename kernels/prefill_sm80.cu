@@ -132,11 +132,14 @@ struct PrefillCta {
     static __device__ __forceinline__ void finish(
         const PrefillSm80Params& p, Smem& smem, const Item& item, const Warp& warp) {
         const int kv_head = smem.kv_head;
-        if (item.first_slot < 0) {
+        const int64_t split_row = item.first_slot < 0 ? 0 : p.levels.split_row(item);
+        if (split_row >= 0) {
+            Item own = own_rows(item);
+            own.first_q_row += split_row;
             if (p.o_rows.aligned && p.o_rows.kind <= KIND_BFLOAT16) {
-                finish_rows<true>(p, own_rows(item), kv_head, warp);
+                finish_rows<true>(p, own, kv_head, warp);
             } else {
-                finish_rows<false>(p, own_rows(item), kv_head, warp);
+                finish_rows<false>(p, own, kv_head, warp);
             }
             return;
         }

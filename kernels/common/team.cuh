@@ -188,7 +188,8 @@ struct Team {
             d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
         }
         bool done = true;
-        if (item.first_slot >= 0) {
+        const int64_t split_row = item.first_slot < 0 ? 0 : p.levels.split_row(item);
+        if (split_row < 0) {
             const TeamSlots<Cta::ROWS, Cta::State::O_VALUES * 2> slots{
                 p.work, item, order.kv_head, team, row};
             slots.store(state.o, m, d);
@@ -197,7 +198,7 @@ struct Team {
                 slots.merge(state.o, m, d);
             }
         }
-        const bool results = done && store(slot, m, d);
+        const bool results = done && store(slot, m, d, max(split_row, int64_t{0}));
         fence_proxy_async();
         if (lane_idx == 0 && warp_idx % 4 == 0) {
             order.results = results;
@@ -205,8 +206,10 @@ struct Team {
         mbarrier_arrive(smem.o_full[slot][team]);
     }
 
-    // Stores finished rows; true: as results in the memory of their queries.
-    __device__ __forceinline__ bool store(int slot, const float (&m)[2], const float (&d)[2]) {
+    // Stores finished rows, so many rows behind their own; true: as results in the memory of their
+    // queries.
+    __device__ __forceinline__ bool store(
+        int slot, const float (&m)[2], const float (&d)[2], int64_t rows_behind) {
         constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const typename Cta::Order& order = smem.orders[slot][team];
         const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
@@ -214,7 +217,8 @@ struct Team {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int at_row = row + 8 * h;
-            const PackedRow at(p.group, order.item, order.kv_head, at_row);
+            PackedRow at(p.group, order.item, order.kv_head, at_row);
+            at.q_row += rows_behind;
             RowResult<Params> result(p, at, m[h], d[h]);
             factor[h] = result.factor;
             if (at_row < order.item.num_rows) {
