@@ -213,9 +213,12 @@ struct Team {
         constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const typename Cta::Order& order = smem.orders[slot][team];
         const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
-        float factor[2];
+        const float v_scale = p.v_scale.get();
+        float factor[2] = {output_factor(v_scale, d[0]), output_factor(v_scale, d[1])};
+        // Where a row is in q and o takes longer to find out than all else here.
+        const bool finds_rows = !staged || p.sinks != nullptr || p.lse != nullptr;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < 2 && finds_rows; ++h) {
             const int at_row = row + 8 * h;
             PackedRow at(p.group, order.item, order.kv_head, at_row);
             at.q_row += rows_behind;
