@@ -243,8 +243,8 @@ struct RowResult {
     float factor;
 
     // Of a row's maximum and denominator. A sink is one more logit, without a value.
-    __device__ __forceinline__ RowResult(
-        const Params& p, const PackedRow& row, float row_m, float row_d)
+    __device__ __forceinline__
+    RowResult(const Params& p, const PackedRow& row, float row_m, float row_d)
         : p(p), at(row.in(p.levels.o_rows)), m(row_m), d(row_d) {
         float scale = p.v_scale.get();
         if (p.sinks != nullptr) {

@@ -17,6 +17,11 @@ namespace cukv {
 template <typename KV, typename Cta, bool SOFT_CAP, typename Params>
 struct Team {
     static constexpr int TOKENS = Cta::TOKENS;
+    // Where the compiler finds registers for more forms of a step, items that begin with few keys
+    // have their own for those scores, and for their sums.
+    static constexpr int FEW = 64;
+    static constexpr bool HAS_FEW =
+        !SOFT_CAP && !Cta::MASKED && !Cta::PAGED && Cta::State::O_VALUES == 64;
     using Queries = typename Cta::Queries;
     using Keys = typename Cta::Keys;
     using Values = typename Cta::Values;
@@ -70,40 +75,44 @@ struct Team {
         return true;
     }
 
+    template <int KEYS>
     __device__ __forceinline__ void multiply_keys() {
         const uint64_t a = Queries::descriptor(smem_address(smem.q[slot][team]));
         const uint64_t b = Keys::descriptor(smem_address(smem.k[k.stage]));
 #pragma unroll
         for (int i = 0; i < Queries::BYTES / Cta::TEAM_ROWS / 32; ++i) {
-            wgmma_ss<KV>(state.s, a + Queries::columns(i), b + Keys::columns(i), i > 0);
+            wgmma_ss<KV>(
+                state.template scores<KEYS>(), a + Queries::columns(i), b + Keys::columns(i),
+                i > 0);
         }
         wgmma_commit_group();
     }
 
+    template <int KEYS>
     __device__ __forceinline__ void multiply_values() {
         const uint64_t b = Values::descriptor(smem_address(smem.v[v.stage]));
 #pragma unroll
-        for (int i = 0; i < TOKENS / 16; ++i) {
+        for (int i = 0; i < KEYS / 16; ++i) {
             wgmma_rs_trans<KV>(state.o, state.weights[i], b + Values::rows(i), i > 0 || !starts);
         }
         wgmma_commit_group();
     }
 
-    template <bool MASKED>
+    template <bool MASKED, int KEYS>
     __device__ __forceinline__ void weigh() {
         if constexpr (SOFT_CAP) {
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) {
+            for (int i = 0; i < KEYS / 2; ++i) {
                 float& x = state.s[i / 4][i % 4];
                 x = tanh_of(x * score_scale);
             }
         }
         if constexpr (MASKED) {
-            sight.hide(state.s, token, [&](int tile) {
+            sight.hide(state.template scores<KEYS>(), token, [&](int tile) {
                 return !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
             });
         }
-        state.weigh(scale);
+        state.template weigh<KEYS>(scale);
     }
 
     // The warp's scores once more, from the same queries and keys.
@@ -129,8 +138,8 @@ struct Team {
         }
     }
 
-    // Scores of a step, and sums of the step before.
-    template <bool MASKED>
+    // Scores of a step, and sums of the step before, of whose keys the first VALUES count.
+    template <bool MASKED, int KEYS = TOKENS, int VALUES = TOKENS>
     __device__ __forceinline__ void step() {
         constexpr bool LAGS = !MASKED && !SOFT_CAP;
         if (!v_here) {
@@ -139,18 +148,18 @@ struct Team {
         if constexpr (MASKED) {
             sight.load(p);
         }
-        hold(state.s);
+        hold(state.template scores<KEYS>());
         hold(state.o);
         wgmma_fence();
-        multiply_keys();
-        multiply_values();
+        multiply_keys<KEYS>();
+        multiply_values<VALUES>();
         wgmma_wait_group<1>();
-        hold(state.s);
+        hold(state.template scores<KEYS>());
         if constexpr (LAGS) {
             state.weigh_as_before(scale);
         } else {
             release_keys();
-            weigh<MASKED>();
+            weigh<MASKED, KEYS>();
         }
         // The compiler moves the wait up to the maximum, unless what comes before it needs the
         // weights and touches memory.
@@ -173,7 +182,7 @@ struct Team {
         if (k_here) {
             look_up();
         }
-        state.pack();
+        state.template pack<KEYS>();
     }
 
     // Stores what an item came to, or merges all items of its tile if it is the last.
@@ -311,15 +320,15 @@ struct Team {
         sight.load(p);
         hold(state.s);
         wgmma_fence();
-        multiply_keys();
+        multiply_keys<TOKENS>();
         wgmma_wait_group<0>();
         hold(state.s);
         release_keys();
         k.next();
         state.rows = RowStates{};
         starts = true;
-        weigh<true>();
-        state.pack();
+        weigh<true, TOKENS>();
+        state.template pack<TOKENS>();
     }
 
     // The last sums of an item, which no scores go with.
@@ -327,7 +336,7 @@ struct Team {
         mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         hold(state.o);
         wgmma_fence();
-        multiply_values();
+        multiply_values<TOKENS>();
         wgmma_wait_group<0>();
         hold(state.o);
         if (lane_idx == 0) {
@@ -338,15 +347,33 @@ struct Team {
         finish(slot, state.rows);
     }
 
-    // A step that begins an item and ends the one before.
+    // A step that begins an item and ends the one before. Where the item begins with few keys,
+    // neither their scores nor their sums are products of a whole step.
     __device__ __forceinline__ void pass_over(int old_slot) {
         const RowStates old = state.rows;
         state.rows = RowStates{};
         token -= TOKENS;
         masked();
-        step<true>();
+        bool few = false;
+        if constexpr (HAS_FEW) {
+            few = sight.num_seen(token) <= FEW;
+        }
+        if (few) {
+            step<true, FEW>();
+        } else {
+            step<true>();
+        }
         finish(old_slot, old);
         starts = true;
+        if (HAS_FEW && few && token > first_token) {
+            token -= TOKENS;
+            if (masked()) {
+                token += TOKENS;
+            } else {
+                step<false, TOKENS, FEW>();
+                starts = false;
+            }
+        }
     }
 
     __device__ __forceinline__ void attend() {
