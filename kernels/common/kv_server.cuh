@@ -267,7 +267,6 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
     using Values = typename Cta::Values;
     const StepCopy<Values, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.v_cache, p.v_map, p.v_head_spans, p.piece_bits};
-    constexpr int CHUNKS = Values::BYTES / Cta::TOKENS / 16;  // of a row
     const int lane_idx = threadIdx.x % WARP_SIZE;
     typename Cta::Place at;
     uint32_t landed_parity = 0;
@@ -287,10 +286,13 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
             if (!whole) {
                 mbarrier_try_wait(smem.v_landed, landed_parity);
                 landed_parity ^= 1;
-                for (int row = num_keys + lane_idx / CHUNKS; row < Cta::TOKENS;
-                     row += WARP_SIZE / CHUNKS) {
-                    char* chunk = tile + Values::offset(row, lane_idx % CHUNKS);
-                    *reinterpret_cast<uint4*>(chunk) = uint4{};
+#pragma unroll 4
+                for (int row = num_keys + lane_idx / 8; row < Cta::TOKENS; row += WARP_SIZE / 8) {
+#pragma unroll
+                    for (int i = 0; i < Values::COLUMNS / SWIZZLED_COLUMNS; ++i) {
+                        char* chunk = tile + Values::span(row, i) + lane_idx % 8 * 16;
+                        *reinterpret_cast<uint4*>(chunk) = uint4{};
+                    }
                 }
                 fence_proxy_async();
                 __syncwarp();
