@@ -1,9 +1,9 @@
 // Warps that do nothing but have keys and values copied, by tensor maps, step by step ahead of
 // those who compute with them.
 //
-// Cta: TOKENS of a step, STAGES of the ring, PAGED, MASKED; Keys and Values, its tiles; Smem with
-// rings k and v and their barriers. Params: table, work, k_cache, k_map, k_head_spans, the same of
-// v, piece_bits.
+// Cta: TOKENS of a step, K_STAGES and V_STAGES of the rings, PAGED, MASKED; Keys and Values, its
+// tiles; Smem with rings k and v and their barriers. Params: table, work, k_cache, k_map,
+// k_head_spans, the same of v, piece_bits.
 #pragma once
 #include "common/operand_tiles.cuh"
 #include "common/work.cuh"
@@ -229,7 +229,7 @@ template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& smem) {
     const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
-    typename Cta::Place at;
+    RingPlace<Cta::K_STAGES> at;
     ItemDealer dealer(p.work, p.heads_at_once);
     ItemWriter<Cta> others(smem);
     int32_t kv_head = 0, next_head = 0;
@@ -268,7 +268,7 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
     const StepCopy<Values, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.v_cache, p.v_map, p.v_head_spans, p.piece_bits};
     const int lane_idx = threadIdx.x % WARP_SIZE;
-    typename Cta::Place at;
+    RingPlace<Cta::V_STAGES> at;
     uint32_t landed_parity = 0;
     ItemReader<Cta> items(smem);
     int32_t kv_head;

@@ -42,7 +42,8 @@ struct Team {
     TeamSight<Cta, Cta::MASKED> sight;
     bool starts = true;  // the sums that come next are the item's first
 
-    typename Cta::Place k, v;
+    RingPlace<Cta::K_STAGES> k;
+    RingPlace<Cta::V_STAGES> v;
     bool k_here = false, v_here = false;
     uint32_t dropped = 0;  // pieces of the step
 
