@@ -230,6 +230,7 @@ struct KvLoader {
 
     // Starts the copies of the next step into a buffer, as one group, which is empty past the last
     // step: whoever waits counts groups.
+    // With the last step the memory has time for what the next launch begins with.
     __device__ __forceinline__ void issue(int stage) {
         __syncwarp();  // the buffer, and the rows of the step before, have been read
         if (!walk.done()) {
@@ -243,6 +244,9 @@ struct KvLoader {
         cp_async_commit_group();
         if (!walk.done()) {
             walk.next();
+            if (walk.done()) {
+                griddepcontrol_launch_dependents();
+            }
         }
     }
 
