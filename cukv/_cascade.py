@@ -33,7 +33,6 @@ _INT32 = np.dtype(np.int32)
 _AT_ONCE = 8  # levels that a launch takes, in kernels/concat_levels.cu
 _TILE_ROWS = 128  # of a tile of what is shared, or fewer
 _MAX_STATES = 16  # of a row, of all levels above its leaf: each is a look-up of the leaf's
-_TEAM_ROWS = 64  # of a tile, in kernels/prefill_sm90.cu; there a team without rows looks one up too
 _pack_level = packer("Level", "concat_levels")
 _LEVEL_BYTES = struct_layout("Level", "concat_levels").size
 
@@ -109,7 +108,7 @@ class LevelBatch:
             "indices": sum(t.indices.size for t in tables),
             "last_page_len": sum(t.batch_size + 1 for t in tables),
             "qo_indptr": sum(t.batch_size + 1 for t in tables),
-            "q_rows": num_levels * num_rows + _TEAM_ROWS,
+            "q_rows": num_levels * num_rows,
             "o_rows": 0 if row_order is None else num_rows,
             "first_seen": num_levels * num_rows if window_left >= 0 else 0,
         }

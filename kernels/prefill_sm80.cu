@@ -106,11 +106,15 @@ struct PrefillCta {
     template <bool IN_PAIRS>
     static __device__ __forceinline__ void finish_rows(
         const PrefillSm80Params& p, const Item& own, int kv_head, const Warp& warp) {
+        if (own.num_rows == 0) {
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
             const int m_tile = i / 2, half_idx = i % 2;
             const int row = lane_row(m_tile, half_idx);
-            const PackedRow at(p.group, own, kv_head, row);
+            // Where a row behind them is in o is not looked up: there may be no such row.
+            const PackedRow at(p.group, own, kv_head, min(row, own.num_rows - 1));
             const float d = warp.whole_d(m_tile, half_idx);
             const RowResult<PrefillSm80Params> result(p, at, warp.maximum(m_tile, half_idx, d), d);
             if (row < own.num_rows && tid_x() % 4 == 0) {
