@@ -19,7 +19,7 @@ import numpy as np
 from cukv._arrays import FLOAT32, Array, empty
 from cukv._attention import PagedCall
 from cukv._index import pack_index
-from cukv._kernels import BoundLaunch, kernel, one_per_thread, packer, struct_layout
+from cukv._kernels import BoundLaunch, kernel, num_sms, one_per_thread, packer, struct_layout
 from cukv._launches import pack_levels, require_eager
 from cukv._plan import LONGEST_WINDOW, Plan
 from cukv.page_table import PageTable
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _INT32 = np.dtype(np.int32)
 _AT_ONCE = 8  # levels that a launch takes, in kernels/concat_levels.cu
-_TEAM_ROWS = 64  # of a tile, in kernels/prefill_sm90.cu; there a team without rows looks one up too
+_TILE_ROWS = 128  # of a tile of what is shared, or fewer
+_MAX_STATES = 16  # of a row, of all levels above its leaf: each is a look-up of the leaf's
 _pack_level = packer("Level", "concat_levels")
 _LEVEL_BYTES = struct_layout("Level", "concat_levels").size
 
@@ -84,7 +85,9 @@ class LevelBatch:
 
     Row ``r`` of the leaves is row ``r`` of the batch, that of the level above them is row
     ``num_rows + r``, and so on. Between the requests of two levels is one without rows. ``o`` and
-    ``lse`` take the states of rows over keys of other launches than the leaves' own.
+    ``lse`` take the states of rows over keys of other launches than the leaves' own: of a level
+    that is cut into few items one behind the other, which the leaves merge (kernels/common/
+    levels.cuh).
     """
 
     __slots__ = (
@@ -105,7 +108,7 @@ class LevelBatch:
             "indices": sum(t.indices.size for t in tables),
             "last_page_len": sum(t.batch_size + 1 for t in tables),
             "qo_indptr": sum(t.batch_size + 1 for t in tables),
-            "q_rows": num_levels * num_rows + _TEAM_ROWS,
+            "q_rows": num_levels * num_rows,
             "o_rows": 0 if row_order is None else num_rows,
             "first_seen": num_levels * num_rows if window_left >= 0 else 0,
         }
@@ -121,7 +124,11 @@ class LevelBatch:
         self.table = PageTable(
             parts["indptr"], parts["indices"], parts["last_page_len"][:-1], tables[0].page_size
         )
-        rows = (num_levels * num_rows, num_qo_heads)
+        # Into so many items a tile is cut if a level is all of the work.
+        splits = num_sms(q.data.device_id) * _TILE_ROWS // (num_rows * num_qo_heads)
+        splits = max(1, min(splits, _MAX_STATES // max(1, num_levels - 1)))
+        num_states = 1 + (num_levels - 1) * splits  # of a row
+        rows = (num_states * num_rows, num_qo_heads)
         self.o = empty(op, (*rows, head_dim_vo), FLOAT32, cp, like=q)
         self.lse = empty(op, rows, FLOAT32, cp, like=q)
         self.signature = (
@@ -129,7 +136,8 @@ class LevelBatch:
             self.first_seen is None,
         )  # fmt: skip
         pointers = {name: part.data.ptr if part.size else 0 for name, part in parts.items()}
-        counts = (num_rows, num_levels, row_order is None)
+        in_order = row_order is None
+        counts = (num_rows, num_levels, in_order, splits)
         of_shared = pack_levels(pointers["q_rows"], 0, 0, 0, *counts)
         self.for_shared = (
             self.o.data.ptr, self.lse.data.ptr, 0, pointers["first_seen"], of_shared
@@ -137,7 +145,14 @@ class LevelBatch:
         # Without an order, rows of the leaves are those of q and of the results.
         q_rows = 0 if row_order is None else pointers["q_rows"]
         self.packed = pack_levels(
-            q_rows, pointers["o_rows"], self.o.data.ptr, self.lse.data.ptr, *counts
+            q_rows,
+            pointers["o_rows"],
+            self.o.data.ptr,
+            self.lse.data.ptr,
+            num_rows,
+            num_states,
+            in_order,
+            0,
         )
         self._memory, self._given = memory, (qo_indptr, tables, row_order)  # kept alive
         self._launches = list(self._bind(call, pointers))
@@ -152,7 +167,7 @@ class LevelBatch:
             page += table.indices.size
             request += table.batch_size + 1
             row -= num_rows
-        num_states = (self.num_levels - 1) * num_rows * num_qo_heads
+        num_states = self.lse.size - num_rows * num_qo_heads
         lse = self.lse.data.ptr + num_rows * num_qo_heads * FLOAT32.itemsize
         sizes = [n for t in call.tables for n in (t.indices.size, t.batch_size + 1)]
         num_threads = max(num_rows, num_states, *sizes)

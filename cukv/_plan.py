@@ -171,7 +171,9 @@ class _ListSizes:
         row_bits = cut.rows.bit_length() - 1
         self._mask = (max_entries, mask_tiles, tile_queries, row_bits) if mask_tiles else None
         # Where tiles are few, every part has about one item, and costs would only shift cuts.
-        item_cost = cut.item_steps if max_tiles > cut.num_parts else 0
+        # What leaves share are a few long tiles, whatever the leaves are.
+        few = max_tiles <= cut.num_parts or (batch.num_shared > 0 and not cut.merges)
+        item_cost = 0 if few else cut.item_steps
         # A unit of cost is a step, or more for calls whose steps int32 might not count.
         max_steps = -(-num_tokens // cut.step_tokens)
         # Each key is a step of one request's tiles only.

@@ -217,7 +217,17 @@ class Sm90Tile(NamedTuple):
     @property
     def slots(self) -> int:
         """Items whose queries or results are in shared memory."""
-        return 1 if self.head_dim > 128 else 3
+        if self.head_dim > 128:
+            return 1
+        return 2 if self.stages[0] > 2 else 3
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Steps whose keys, and whose values, are in shared memory or on their way.
+
+        Keys stay until a step's end, and those of pages are asked for later: page by page.
+        """
+        return (3, 2) if self.paged and self.head_dim == 128 else (2, 2)
 
     @property
     def round_steps(self) -> int:
@@ -253,8 +263,9 @@ class Sm90Tile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``PrefillSm90Cta::Smem`` in kernels/prefill_sm90.cu."""
         queries = self.slots * self.rows * self.head_dim * 2
-        ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * 2
-        return queries + ring + 1024
+        k_stages, v_stages = self.stages
+        rings = self.tokens * (k_stages * self.head_dim + v_stages * self.head_dim_vo) * 2
+        return queries + rings + 1024
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -265,6 +276,8 @@ class Sm90Tile(NamedTuple):
             "HEAD_DIM_VO": self.head_dim_vo,
             "TOKENS": self.tokens,
             "SLOTS": self.slots,
+            "K_STAGES": self.stages[0],
+            "V_STAGES": self.stages[1],
             "PAGED": str(self.paged).lower(),
             "SOFT_CAP": str(self.capped).lower(),
             "MASKED": str(self.masked).lower(),

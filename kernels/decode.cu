@@ -155,7 +155,6 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     if (!p.levels.given()) {
         griddepcontrol_wait();
     }
-    griddepcontrol_launch_dependents();
     Item item = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {

@@ -106,11 +106,15 @@ struct PrefillCta {
     template <bool IN_PAIRS>
     static __device__ __forceinline__ void finish_rows(
         const PrefillSm80Params& p, const Item& own, int kv_head, const Warp& warp) {
+        if (own.num_rows == 0) {
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
             const int m_tile = i / 2, half_idx = i % 2;
             const int row = lane_row(m_tile, half_idx);
-            const PackedRow at(p.group, own, kv_head, row);
+            // Where a row behind them is in o is not looked up: there may be no such row.
+            const PackedRow at(p.group, own, kv_head, min(row, own.num_rows - 1));
             const float d = warp.whole_d(m_tile, half_idx);
             const RowResult<PrefillSm80Params> result(p, at, warp.maximum(m_tile, half_idx, d), d);
             if (row < own.num_rows && tid_x() % 4 == 0) {
@@ -132,11 +136,14 @@ struct PrefillCta {
     static __device__ __forceinline__ void finish(
         const PrefillSm80Params& p, Smem& smem, const Item& item, const Warp& warp) {
         const int kv_head = smem.kv_head;
-        if (item.first_slot < 0) {
+        const int64_t split_row = item.first_slot < 0 ? 0 : p.levels.split_row(item);
+        if (split_row >= 0) {
+            Item own = own_rows(item);
+            own.first_q_row += split_row;
             if (p.o_rows.aligned && p.o_rows.kind <= KIND_BFLOAT16) {
-                finish_rows<true>(p, own_rows(item), kv_head, warp);
+                finish_rows<true>(p, own, kv_head, warp);
             } else {
-                finish_rows<false>(p, own_rows(item), kv_head, warp);
+                finish_rows<false>(p, own, kv_head, warp);
             }
             return;
         }

@@ -47,10 +47,12 @@ template <
     int HEAD_DIM_VO,
     int TOKENS_,
     int SLOTS_,
+    int K_STAGES_,
+    int V_STAGES_,
     bool PAGED_,
     bool MASKED_>
 struct PrefillSm90Cta {
-    static constexpr int TOKENS = TOKENS_, STAGES = 2;
+    static constexpr int TOKENS = TOKENS_, K_STAGES = K_STAGES_, V_STAGES = V_STAGES_;
     static constexpr int SLOTS = SLOTS_;  // items whose queries or results are here
     static constexpr int DEALT = 4;       // items that were dealt and not yet begun by all
     static constexpr bool PAGED = PAGED_;
@@ -67,7 +69,6 @@ struct PrefillSm90Cta {
     using Keys = OperandTile<TOKENS, HEAD_DIM_QK, PAGED>;
     using Values = OperandTile<TOKENS, HEAD_DIM_VO, PAGED>;
     using State = WarpgroupState<KV, TOKENS, HEAD_DIM_VO>;
-    using Place = RingPlace<STAGES>;
 
     // What a team is given with its queries; an item without rows ends its work.
     struct alignas(16) Order {
@@ -78,17 +79,17 @@ struct PrefillSm90Cta {
 
     struct Smem {
         alignas(1024) char q[SLOTS][TEAMS][Queries::BYTES];
-        char k[STAGES][Keys::BYTES];
-        char v[STAGES][Values::BYTES];
+        char k[K_STAGES][Keys::BYTES];
+        char v[V_STAGES][Values::BYTES];
         Order orders[SLOTS][TEAMS], dealt[DEALT];
         uint64_t dealt_full[DEALT], dealt_empty[DEALT];
         uint64_t q_full[SLOTS][TEAMS], o_full[SLOTS][TEAMS];
-        uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-        uint64_t v_landed;           // values whose last rows are still to be zeroed
-        uint32_t k_dropped[STAGES];  // pieces of a step whose page does not exist
-        int32_t k_entry[STAGES];     // of a step, the mask's
-        int32_t last[TEAMS];         // whether the team has the last ticket
-        float unread[TEAMS * 4];     // of each warp
+        uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
+        uint64_t v_landed;             // values whose last rows are still to be zeroed
+        uint32_t k_dropped[K_STAGES];  // pieces of a step whose page does not exist
+        int32_t k_entry[K_STAGES];     // of a step, the mask's
+        int32_t last[TEAMS];           // whether the team has the last ticket
+        float unread[TEAMS * 4];       // of each warp
     };
 
     static __device__ __forceinline__ void set_up(Smem& smem) {
@@ -96,10 +97,12 @@ struct PrefillSm90Cta {
             mbarrier_init(smem.q_full[i / TEAMS][i % TEAMS], 1);
             mbarrier_init(smem.o_full[i / TEAMS][i % TEAMS], TEAM_THREADS);
         }
-        for (int stage = 0; stage < STAGES; ++stage) {
+        for (int stage = 0; stage < K_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
-            mbarrier_init(smem.v_full[stage], 1);
             mbarrier_init(smem.k_empty[stage], TEAMS * 4);  // one lane of each warp
+        }
+        for (int stage = 0; stage < V_STAGES; ++stage) {
+            mbarrier_init(smem.v_full[stage], 1);
             mbarrier_init(smem.v_empty[stage], TEAMS * 4);
         }
         for (int i = 0; i < DEALT; ++i) {
@@ -121,12 +124,15 @@ template <
     int HEAD_DIM_VO,
     int TOKENS,
     int SLOTS,
+    int K_STAGES,
+    int V_STAGES,
     bool PAGED,
     bool SOFT_CAP,
     bool MASKED>
 __global__ void __launch_bounds__(384, 1)
     prefill_sm90(const __grid_constant__ PrefillSm90Params p) {
-    using Cta = PrefillSm90Cta<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, PAGED, MASKED>;
+    using Cta = PrefillSm90Cta<
+        KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, K_STAGES, V_STAGES, PAGED, MASKED>;
     static_assert(Cta::THREADS == 384, "as the launch bounds say");
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);

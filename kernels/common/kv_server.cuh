@@ -1,47 +1,67 @@
 // Warps that do nothing but have keys and values copied, by tensor maps, step by step ahead of
 // those who compute with them.
 //
-// Cta: TOKENS of a step, STAGES of the ring, PAGED, MASKED; Keys and Values, its tiles; Smem with
-// rings k and v and their barriers. Params: table, work, k_cache, k_map, k_head_spans, the same of
-// v, piece_bits.
+// Cta: TOKENS of a step, K_STAGES and V_STAGES of the rings, PAGED, MASKED; Keys and Values, its
+// tiles; Smem with rings k and v and their barriers. Params: table, work, k_cache, k_map,
+// k_head_spans, the same of v, piece_bits.
 #pragma once
 #include "common/operand_tiles.cuh"
 #include "common/work.cuh"
 
 namespace cukv {
 
-// Deals items to CTAs as they get done: those of the list's end first, which are the longest where
-// attention is causal, and of so many KV heads at a time that CTAs share their keys in the L2. By a
-// warp. An item is on its way while the one before it is worked on.
+// Deals items to CTAs. Of few items each CTA has those of a part of the work list, an equal share.
+// Else CTAs are given items as they get done: those of the list's end first, which are the longest
+// where attention is causal, and of so many KV heads at a time that CTAs share their keys in the
+// L2. By a warp. An item is on its way while the one before it is worked on.
 struct ItemDealer {
     const WorkList& work;
     const int heads_at_once;
-    int32_t num_items;  // of the list
-    int32_t asked;  // of the first lane: number of the next item but one among those of all heads
+    int32_t num_items;  // of the list; of few -end of the part's
+    int32_t asked;  // of the first lane: number of the next item but one among those of all heads;
+                    // of few, of the next in the list
     bool more;      // there is a next item
     Item item;      // the next
     int32_t head;   // its KV head
 
     __device__ __forceinline__ ItemDealer(const WorkList& work, int heads_at_once)
         : work(work), heads_at_once(heads_at_once), num_items(0), asked(blockIdx.x) {
+        const int32_t own = min(blockIdx.x / work.num_kv_heads, work.num_parts - 1);
+        item = load_item(work.first_items + own);  // it is on its way while the others are counted
+        const int32_t first_item = work.part_begin[own], end_item = work.part_end[own];
         for (int32_t part = threadIdx.x % WARP_SIZE; part < work.num_parts; part += WARP_SIZE) {
             num_items = max(num_items, work.part_end[part]);
         }
         num_items = __reduce_max_sync(0xffffffffu, num_items);
-        look_ahead();
+        // No more tiles than parts, and a CTA for every part.
+        if (num_items <= 2 * work.num_parts && work.num_parts * work.num_kv_heads <= gridDim.x) {
+            head = blockIdx.x % work.num_kv_heads;
+            asked = first_item;
+            num_items = -end_item;
+            more = blockIdx.x / work.num_kv_heads == own && first_item < end_item;
+        } else {
+            look_ahead();
+        }
     }
 
     __device__ __forceinline__ void look_ahead() {
-        const int32_t number = __shfl_sync(0xffffffffu, asked, 0);
-        more = number < int64_t{num_items} * work.num_kv_heads;
-        if (more) {
+        int32_t idx = 0;
+        if (num_items <= 0) {
+            idx = ++asked;
+            more = idx < -num_items;
+        } else {
+            const int32_t number = __shfl_sync(0xffffffffu, asked, 0);
+            more = number < int64_t{num_items} * work.num_kv_heads;
             const int32_t section = number / (num_items * heads_at_once);
             const int32_t within = number - section * num_items * heads_at_once;
             head = section * heads_at_once + within % heads_at_once;
-            item = load_item(work.items + num_items - 1 - within / heads_at_once);
-            if (threadIdx.x % WARP_SIZE == 0) {
+            idx = num_items - 1 - within / heads_at_once;
+            if (more && threadIdx.x % WARP_SIZE == 0) {
                 asked = gridDim.x + atomicAdd(work.num_dealt(), 1);
             }
+        }
+        if (more) {
+            item = load_item(work.items + idx);
         }
     }
 
@@ -58,6 +78,9 @@ struct ItemDealer {
 
     // For the next launch, once all CTAs have come here.
     __device__ __forceinline__ void finish() const {
+        if (num_items <= 0) {
+            return;
+        }
         if (threadIdx.x % WARP_SIZE == 0 && atomicAdd(work.num_finished(), 1) == gridDim.x - 1) {
             *work.num_dealt() = 0;
             *work.num_finished() = 0;
@@ -206,7 +229,7 @@ template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& smem) {
     const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
-    typename Cta::Place at;
+    RingPlace<Cta::K_STAGES> at;
     ItemDealer dealer(p.work, p.heads_at_once);
     ItemWriter<Cta> others(smem);
     int32_t kv_head = 0, next_head = 0;
@@ -244,9 +267,8 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
     using Values = typename Cta::Values;
     const StepCopy<Values, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.v_cache, p.v_map, p.v_head_spans, p.piece_bits};
-    constexpr int CHUNKS = Values::BYTES / Cta::TOKENS / 16;  // of a row
     const int lane_idx = threadIdx.x % WARP_SIZE;
-    typename Cta::Place at;
+    RingPlace<Cta::V_STAGES> at;
     uint32_t landed_parity = 0;
     ItemReader<Cta> items(smem);
     int32_t kv_head;
@@ -264,10 +286,13 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
             if (!whole) {
                 mbarrier_try_wait(smem.v_landed, landed_parity);
                 landed_parity ^= 1;
-                for (int row = num_keys + lane_idx / CHUNKS; row < Cta::TOKENS;
-                     row += WARP_SIZE / CHUNKS) {
-                    char* chunk = tile + Values::offset(row, lane_idx % CHUNKS);
-                    *reinterpret_cast<uint4*>(chunk) = uint4{};
+#pragma unroll 4
+                for (int row = num_keys + lane_idx / 8; row < Cta::TOKENS; row += WARP_SIZE / 8) {
+#pragma unroll
+                    for (int i = 0; i < Values::COLUMNS / SWIZZLED_COLUMNS; ++i) {
+                        char* chunk = tile + Values::span(row, i) + lane_idx % 8 * 16;
+                        *reinterpret_cast<uint4*>(chunk) = uint4{};
+                    }
                 }
                 fence_proxy_async();
                 __syncwarp();

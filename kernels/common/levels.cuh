@@ -15,8 +15,16 @@ struct Levels {
     const float* o;         // [num_levels, num_rows, num_qo_heads, head_dim_vo]; null: no states
     const float* lse;       // [num_levels, num_rows, num_qo_heads] base 2, -inf where o is nothing
     int64_t num_rows;
-    int32_t num_levels;
+    int32_t num_levels;  // where states are merged, that of all of a row: see split_row
     int32_t q_adjacent;  // 1: adjacent rows of a request are adjacent rows of q
+    int32_t num_splits;  // where states are left: shared tiles of as many items are not merged
+
+    // How many rows behind those of its tile an item leaves its states: those of the i-th items lie
+    // behind those of the items before them. -1: it leaves them in a slot.
+    __device__ __forceinline__ int64_t split_row(const Item& item) const {
+        const bool apart = item.num_items <= num_splits && item.first_q_row >= num_rows;
+        return apart ? item.item_idx * (num_levels - 1) * num_rows : -1;
+    }
 
     // Whether this launch merges the states that the one before it leaves.
     __device__ __forceinline__ bool given() const { return o != nullptr; }
@@ -29,7 +37,7 @@ struct Levels {
         int num_qo_heads,
         int head_dim,
         int feat) const {
-        constexpr int IN_FLIGHT = 4;
+        constexpr int IN_FLIGHT = 8;
         for (int32_t base = first; base < num_levels; base += IN_FLIGHT) {
             const auto row = [&](int i) {
                 const int32_t level = min(base + i, num_levels - 1);

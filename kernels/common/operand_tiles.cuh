@@ -19,10 +19,14 @@ struct OperandTile {
     static constexpr int GROUP_BYTES = GROUPED ? COLUMNS / 64 * 1024 : 1024;  // to the next 8 rows
     static constexpr int SPAN_BYTES = GROUPED ? 1024 : ROWS * 128;  // to the next 64 columns
 
+    // Bytes from the tile to 64 columns of a row, whose chunks are swizzled among themselves.
+    static __device__ __forceinline__ int span(int row, int span_idx) {
+        return (row >> 3) * GROUP_BYTES + span_idx * SPAN_BYTES + (row & 7) * 128;
+    }
+
     // Bytes from the tile to a 16-byte chunk of a row.
     static __device__ __forceinline__ int offset(int row, int chunk) {
-        return (row >> 3) * GROUP_BYTES + (chunk >> 3) * SPAN_BYTES + (row & 7) * 128 +
-               (((chunk ^ row) & 7) << 4);
+        return span(row, chunk >> 3) + (((chunk ^ row) & 7) << 4);
     }
 
     // The tile's descriptor. Addresses in it are in units of 16 bytes; a cluster's shared memory

@@ -280,6 +280,12 @@ __device__ __forceinline__ void wgmma_m64n128k16(
     }
 }
 
+// wgmma_ss of half as many columns.
+template <typename DType>
+__device__ __forceinline__ void wgmma_ss(float (&d)[8][4], uint64_t a, uint64_t b, int32_t adds) {
+    wgmma_m64n64k16<DType>(reinterpret_cast<float (&)[32]>(d), a, b, adds != 0);
+}
+
 // wgmma_rs_trans of twice as many columns.
 template <typename DType>
 __device__ __forceinline__ void wgmma_rs_trans(

@@ -228,30 +228,36 @@ __device__ __forceinline__ void store_4(char* to, const float (&x)[4], int kind,
     }
 }
 
+// What a row's sums are multiplied by, of its denominator; it is at least 1 if there are keys.
+__device__ __forceinline__ float output_factor(float v_scale, float d) {
+    return d > 0.0f ? __fdividef(v_scale, d) : 0.0f;
+}
+
 // What finishes a row: sums times `factor` are its output. Params: sinks, sinks_stride, sinks_kind,
 // v_scale, o, o_rows, lse, lse_rows, levels.
 template <typename Params>
 struct RowResult {
     const Params& p;
     const PackedRow at;  // in o; of no row if negative
+    float m, d;          // of all logits
     float factor;
-    float lse;
 
     // Of a row's maximum and denominator. A sink is one more logit, without a value.
-    __device__ __forceinline__ RowResult(const Params& p, const PackedRow& row, float m, float d)
-        : p(p), at(row.in(p.levels.o_rows)) {
-        float scale = 1.0f;
+    __device__ __forceinline__
+    RowResult(const Params& p, const PackedRow& row, float row_m, float row_d)
+        : p(p), at(row.in(p.levels.o_rows)), m(row_m), d(row_d) {
+        float scale = p.v_scale.get();
         if (p.sinks != nullptr) {
             const char* from = p.sinks + at.qo_head * p.sinks_stride;
             const float sink = LOG2_E * load_element(from, p.sinks_kind);
             const float m_new = fmaxf(m, sink);
             const float base = m_new > NO_KEY ? m_new : 0.0f;
-            scale = ex2(m - base);
-            d = fmaf(d, scale, ex2(sink - base));
+            const float fade = ex2(m - base);
+            scale *= fade;
+            d = fmaf(d, fade, ex2(sink - base));
             m = m_new;
         }
-        factor = d > 0.0f ? scale * p.v_scale.get() / d : 0.0f;
-        lse = m + log2f(d);
+        factor = output_factor(scale, d);
     }
 
     // Stores the outputs of four sums; adding 0 makes those of a row without keys +0.
@@ -284,7 +290,7 @@ struct RowResult {
 
     __device__ __forceinline__ void store_lse() const {
         if (p.lse != nullptr && at.q_row >= 0) {
-            *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = lse;
+            *reinterpret_cast<float*>(p.lse + p.lse_rows.offset(at)) = m + log2f(d);
         }
     }
 };

@@ -47,13 +47,14 @@ struct RowServer {
         }
     }
 
-    // Row of q and o that the team's rows begin with, where a tile begins with a whole one.
+    // Row of q and o that the team's rows begin with, where a tile begins with a whole one; the
+    // item's last for a team without rows.
     __device__ __forceinline__ int32_t first_q_row(const Item& item) const {
-        return item.first_q_row + p.group.quotient(item.first_row + team * Cta::TEAM_ROWS);
+        const int row = min(team * Cta::TEAM_ROWS, item.num_rows - 1);
+        return item.first_q_row + p.group.quotient(item.first_row + row);
     }
 
-    // By a tensor map: rows behind the item's are others' or zeros. Of a team without rows the row
-    // that is looked up may lie behind all: the host leaves room for it.
+    // By a tensor map: rows behind the item's are others' or zeros.
     __device__ __forceinline__ void copy_queries(int slot, const Order& order) const {
         if (threadIdx.x % WARP_SIZE == 0) {
             uint64_t& full = smem.q_full[slot][team];

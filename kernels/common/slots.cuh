@@ -48,16 +48,19 @@ struct Slots {
     }
 
     // Calls visit(state, row, feat) for vectors of four sums of the tile's rows, each merged over
-    // all items by two lanes, and visited by the first of them.
+    // all items: over many by two lanes, of which the first visits.
     template <int THREADS, typename Visit>
     __device__ __forceinline__ void each_vector(int head_dim, Visit visit) const {
         constexpr int VECS = HEAD_DIM / 4;
-        for (int base = 0; base < item.num_rows * VECS; base += THREADS / 2) {
-            const int i = base + threadIdx.x / 2;
+        const int many = item.num_items > IN_FLIGHT, lane = threadIdx.x & many;
+        for (int base = 0; base < item.num_rows * VECS; base += THREADS >> many) {
+            const int i = base + (threadIdx.x >> many);
             const int row = min(i / VECS, item.num_rows - 1), feat = i % VECS * 4;
-            State<1, 4> state = merge(row, feat, threadIdx.x % 2);
-            state.add_lane(1);
-            if (threadIdx.x % 2 == 0 && i < item.num_rows * VECS && feat < head_dim) {
+            State<1, 4> state = merge(row, feat, lane, many);
+            if (many) {
+                state.add_lane(1);
+            }
+            if (lane == 0 && i < item.num_rows * VECS && feat < head_dim) {
                 visit(state, row, feat);
             }
         }
@@ -101,22 +104,28 @@ struct Slots {
         }
     }
 
-    // Four sums of a row over every other item of the tile.
-    __device__ __forceinline__ State<1, 4> merge(int row, int feat, int first) const {
+    // Four sums of a row over all items of the tile, or from `first` on over every other.
+    __device__ __forceinline__ State<1, 4> merge(
+        int row, int feat, int first, bool alternate) const {
         State<1, 4> state;
-        for (int base = first; base < item.num_items; base += 2 * IN_FLIGHT) {
+        for (int base = first; base < item.num_items; base += IN_FLIGHT << alternate) {
             float2 md[IN_FLIGHT];
             float4 o[IN_FLIGHT];
             float m = state.m;
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
-                const int64_t from = slot_row(min(base + 2 * i, item.num_items - 1), row);
-                md[i] = __ldcg(reinterpret_cast<const float2*>(work.states + from * 2));
-                o[i] = __ldcg(reinterpret_cast<const float4*>(work.sums + from * HEAD_DIM + feat));
+                const int32_t item_idx = base + (i << alternate);
+                md[i] = make_float2(NO_KEY, 0.0f);
+                o[i] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+                if (item_idx < item.num_items) {
+                    const int64_t from = slot_row(item_idx, row);
+                    md[i] = __ldcg(reinterpret_cast<const float2*>(work.states + from * 2));
+                    o[i] =
+                        __ldcg(reinterpret_cast<const float4*>(work.sums + from * HEAD_DIM + feat));
+                }
             }
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
-                md[i].x = base + 2 * i < item.num_items ? md[i].x : NO_KEY;
                 m = fmaxf(m, md[i].x);
             }
             state.raise(m);

@@ -53,7 +53,7 @@ __device__ __forceinline__ void copy_rows(
     constexpr int ROWS_AT_ONCE = WARP_SIZE / LANES;
     static_assert(WARP_SIZE % LANES == 0, "lanes share rows evenly");
     static_assert(ROW_BYTES % (LANES * 16) == 0, "a lane has as many chunks as any other");
-    const int lane_idx = threadIdx.x % WARP_SIZE;
+    const int lane_idx = tid_x() % WARP_SIZE;
     const int first = lane_idx / LANES, chunk = lane_idx % LANES;
     const uint32_t to = smem_address(buffer) + swizzled<ROW_BYTES>(first, chunk);
     // Look-ups apart from copies, each of which would have to wait for the look-up before it: they

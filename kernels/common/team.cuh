@@ -17,6 +17,11 @@ namespace cukv {
 template <typename KV, typename Cta, bool SOFT_CAP, typename Params>
 struct Team {
     static constexpr int TOKENS = Cta::TOKENS;
+    // Where the compiler finds registers for more forms of a step, items that begin with few keys
+    // have their own for those scores, and for their sums.
+    static constexpr int FEW = 64;
+    static constexpr bool HAS_FEW =
+        !SOFT_CAP && !Cta::MASKED && !Cta::PAGED && Cta::State::O_VALUES == 64;
     using Queries = typename Cta::Queries;
     using Keys = typename Cta::Keys;
     using Values = typename Cta::Values;
@@ -37,7 +42,8 @@ struct Team {
     TeamSight<Cta, Cta::MASKED> sight;
     bool starts = true;  // the sums that come next are the item's first
 
-    typename Cta::Place k, v;
+    RingPlace<Cta::K_STAGES> k;
+    RingPlace<Cta::V_STAGES> v;
     bool k_here = false, v_here = false;
     uint32_t dropped = 0;  // pieces of the step
 
@@ -70,40 +76,44 @@ struct Team {
         return true;
     }
 
+    template <int KEYS>
     __device__ __forceinline__ void multiply_keys() {
         const uint64_t a = Queries::descriptor(smem_address(smem.q[slot][team]));
         const uint64_t b = Keys::descriptor(smem_address(smem.k[k.stage]));
 #pragma unroll
         for (int i = 0; i < Queries::BYTES / Cta::TEAM_ROWS / 32; ++i) {
-            wgmma_ss<KV>(state.s, a + Queries::columns(i), b + Keys::columns(i), i > 0);
+            wgmma_ss<KV>(
+                state.template scores<KEYS>(), a + Queries::columns(i), b + Keys::columns(i),
+                i > 0);
         }
         wgmma_commit_group();
     }
 
+    template <int KEYS>
     __device__ __forceinline__ void multiply_values() {
         const uint64_t b = Values::descriptor(smem_address(smem.v[v.stage]));
 #pragma unroll
-        for (int i = 0; i < TOKENS / 16; ++i) {
+        for (int i = 0; i < KEYS / 16; ++i) {
             wgmma_rs_trans<KV>(state.o, state.weights[i], b + Values::rows(i), i > 0 || !starts);
         }
         wgmma_commit_group();
     }
 
-    template <bool MASKED>
+    template <bool MASKED, int KEYS>
     __device__ __forceinline__ void weigh() {
         if constexpr (SOFT_CAP) {
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) {
+            for (int i = 0; i < KEYS / 2; ++i) {
                 float& x = state.s[i / 4][i % 4];
                 x = tanh_of(x * score_scale);
             }
         }
         if constexpr (MASKED) {
-            sight.hide(state.s, token, [&](int tile) {
+            sight.hide(state.template scores<KEYS>(), token, [&](int tile) {
                 return !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
             });
         }
-        state.weigh(scale);
+        state.template weigh<KEYS>(scale);
     }
 
     // The warp's scores once more, from the same queries and keys.
@@ -129,8 +139,8 @@ struct Team {
         }
     }
 
-    // Scores of a step, and sums of the step before.
-    template <bool MASKED>
+    // Scores of a step, and sums of the step before, of whose keys the first VALUES count.
+    template <bool MASKED, int KEYS = TOKENS, int VALUES = TOKENS>
     __device__ __forceinline__ void step() {
         constexpr bool LAGS = !MASKED && !SOFT_CAP;
         if (!v_here) {
@@ -139,18 +149,18 @@ struct Team {
         if constexpr (MASKED) {
             sight.load(p);
         }
-        hold(state.s);
+        hold(state.template scores<KEYS>());
         hold(state.o);
         wgmma_fence();
-        multiply_keys();
-        multiply_values();
+        multiply_keys<KEYS>();
+        multiply_values<VALUES>();
         wgmma_wait_group<1>();
-        hold(state.s);
+        hold(state.template scores<KEYS>());
         if constexpr (LAGS) {
             state.weigh_as_before(scale);
         } else {
             release_keys();
-            weigh<MASKED>();
+            weigh<MASKED, KEYS>();
         }
         // The compiler moves the wait up to the maximum, unless what comes before it needs the
         // weights and touches memory.
@@ -173,7 +183,7 @@ struct Team {
         if (k_here) {
             look_up();
         }
-        state.pack();
+        state.template pack<KEYS>();
     }
 
     // Stores what an item came to, or merges all items of its tile if it is the last.
@@ -188,7 +198,8 @@ struct Team {
             d[h] += __shfl_xor_sync(0xffffffffu, d[h], 2);
         }
         bool done = true;
-        if (item.first_slot >= 0) {
+        const int64_t split_row = item.first_slot < 0 ? 0 : p.levels.split_row(item);
+        if (split_row < 0) {
             const TeamSlots<Cta::ROWS, Cta::State::O_VALUES * 2> slots{
                 p.work, item, order.kv_head, team, row};
             slots.store(state.o, m, d);
@@ -197,7 +208,7 @@ struct Team {
                 slots.merge(state.o, m, d);
             }
         }
-        const bool results = done && store(slot, m, d);
+        const bool results = done && store(slot, m, d, max(split_row, int64_t{0}));
         fence_proxy_async();
         if (lane_idx == 0 && warp_idx % 4 == 0) {
             order.results = results;
@@ -205,16 +216,22 @@ struct Team {
         mbarrier_arrive(smem.o_full[slot][team]);
     }
 
-    // Stores finished rows; true: as results in the memory of their queries.
-    __device__ __forceinline__ bool store(int slot, const float (&m)[2], const float (&d)[2]) {
+    // Stores finished rows, so many rows behind their own; true: as results in the memory of their
+    // queries.
+    __device__ __forceinline__ bool store(
+        int slot, const float (&m)[2], const float (&d)[2], int64_t rows_behind) {
         constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const typename Cta::Order& order = smem.orders[slot][team];
         const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
-        float factor[2];
+        const float v_scale = p.v_scale.get();
+        float factor[2] = {output_factor(v_scale, d[0]), output_factor(v_scale, d[1])};
+        // Where a row is in q and o takes longer to find out than all else here.
+        const bool finds_rows = !staged || p.sinks != nullptr || p.lse != nullptr;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < 2 && finds_rows; ++h) {
             const int at_row = row + 8 * h;
-            const PackedRow at(p.group, order.item, order.kv_head, at_row);
+            PackedRow at(p.group, order.item, order.kv_head, at_row);
+            at.q_row += rows_behind;
             RowResult<Params> result(p, at, m[h], d[h]);
             factor[h] = result.factor;
             if (at_row < order.item.num_rows) {
@@ -222,7 +239,9 @@ struct Team {
                     result.store_lse();
                 }
             }
-            if (!staged) {
+            if (p.o_rows.kind == KIND_FLOAT && p.o_rows.aligned) {
+                store_floats(result, at_row < order.item.num_rows, h);
+            } else if (!staged) {
 #pragma unroll
                 for (int tile = 0; tile < Cta::State::O_VALUES / 4; tile += 2) {
                     float sums[4];
@@ -252,6 +271,24 @@ struct Team {
             }
         }
         return staged;
+    }
+
+    // Stores a row's sums as they lie in its lanes, whose pairs are whole sectors together. The
+    // code is short: most CTAs of a cascade come here once, and would wait for every line of it.
+    __device__ __forceinline__ void store_floats(
+        const RowResult<Params>& result, bool has_row, int half_idx) const {
+        if (!has_row || result.at.q_row < 0) {
+            return;
+        }
+        float* to = reinterpret_cast<float*>(p.o + p.o_rows.offset(result.at)) + lane_idx % 4 * 2;
+#pragma unroll
+        for (int tile = 0; tile < Cta::State::O_VALUES / 4; ++tile) {
+            const float* pair = &state.o[tile][2 * half_idx];
+            if (tile * 8 < p.head_dim_vo) {
+                *reinterpret_cast<float2*>(to + tile * 8) = make_float2(
+                    fmaf(pair[0], result.factor, 0.0f), fmaf(pair[1], result.factor, 0.0f));
+            }
+        }
     }
 
     // What comes with the keys of a step.
@@ -284,15 +321,15 @@ struct Team {
         sight.load(p);
         hold(state.s);
         wgmma_fence();
-        multiply_keys();
+        multiply_keys<TOKENS>();
         wgmma_wait_group<0>();
         hold(state.s);
         release_keys();
         k.next();
         state.rows = RowStates{};
         starts = true;
-        weigh<true>();
-        state.pack();
+        weigh<true, TOKENS>();
+        state.template pack<TOKENS>();
     }
 
     // The last sums of an item, which no scores go with.
@@ -300,7 +337,7 @@ struct Team {
         mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         hold(state.o);
         wgmma_fence();
-        multiply_values();
+        multiply_values<TOKENS>();
         wgmma_wait_group<0>();
         hold(state.o);
         if (lane_idx == 0) {
@@ -311,15 +348,33 @@ struct Team {
         finish(slot, state.rows);
     }
 
-    // A step that begins an item and ends the one before.
+    // A step that begins an item and ends the one before. Where the item begins with few keys,
+    // neither their scores nor their sums are products of a whole step.
     __device__ __forceinline__ void pass_over(int old_slot) {
         const RowStates old = state.rows;
         state.rows = RowStates{};
         token -= TOKENS;
         masked();
-        step<true>();
+        bool few = false;
+        if constexpr (HAS_FEW) {
+            few = sight.num_seen(token) <= FEW;
+        }
+        if (few) {
+            step<true, FEW>();
+        } else {
+            step<true>();
+        }
         finish(old_slot, old);
         starts = true;
+        if (HAS_FEW && few && token > first_token) {
+            token -= TOKENS;
+            if (masked()) {
+                token += TOKENS;
+            } else {
+                step<false, TOKENS, FEW>();
+                starts = false;
+            }
+        }
     }
 
     __device__ __forceinline__ void attend() {

@@ -13,6 +13,7 @@ struct TeamSight;
 template <typename Cta>
 struct TeamSight<Cta, false> {
     int32_t all_from, all_to;  // all of the team's rows see these keys of the item
+    int32_t end;               // none of them sees a key from here on
     int32_t from[2], to[2];    // each of this lane's
 
     template <typename Params>
@@ -32,6 +33,7 @@ struct TeamSight<Cta, false> {
         const Sight sight(p, item);
         all_from = max(item.first_token, sight.all_from);
         all_to = min(item.end_token, sight.all_to);
+        end = min(item.end_token, sight.end_token);
     }
 
     __device__ __forceinline__ void look_up(const typename Cta::Smem&, int) {}
@@ -40,12 +42,14 @@ struct TeamSight<Cta, false> {
         return token >= all_from && token + Cta::TOKENS <= all_to;
     }
 
+    // How many keys from here on some row of the team sees, if any.
+    __device__ __forceinline__ int32_t num_seen(int32_t token) const { return end - token; }
+
     template <typename Params>
     __device__ __forceinline__ void load(const Params&) {}
 
-    template <typename Exists>
-    __device__ __forceinline__ void hide(
-        float (&s)[Cta::TOKENS / 8][4], int32_t token, Exists exists) const {
+    template <int TILES, typename Exists>
+    __device__ __forceinline__ void hide(float (&s)[TILES][4], int32_t token, Exists exists) const {
         uint32_t first[2], num[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -53,7 +57,7 @@ struct TeamSight<Cta, false> {
             num[h] = max(to[h] - from[h], 0);
         }
 #pragma unroll
-        for (int tile = 0; tile < Cta::TOKENS / 8; ++tile) {
+        for (int tile = 0; tile < TILES; ++tile) {
             const bool there = exists(tile);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -110,11 +114,10 @@ struct TeamSight<Cta, true> {
     }
 
     // Hides the scores of keys that a row does not see, or of tiles of 8 that do not exist.
-    template <typename Exists>
-    __device__ __forceinline__ void hide(
-        float (&s)[Cta::TOKENS / 8][4], int32_t, Exists exists) const {
+    template <int TILES, typename Exists>
+    __device__ __forceinline__ void hide(float (&s)[TILES][4], int32_t, Exists exists) const {
 #pragma unroll
-        for (int tile = 0; tile < Cta::TOKENS / 8; ++tile) {
+        for (int tile = 0; tile < TILES; ++tile) {
             const bool there = exists(tile);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {

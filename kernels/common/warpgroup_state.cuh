@@ -2,7 +2,8 @@
 //
 // A lane holds rows g and g + 8 of its warp's 16, as common/products.cuh says. Scores of a step
 // wait in `s`, become weights there, and are packed as the left operand of the second product,
-// which runs together with the next step's first product. So sums are a step behind.
+// which runs together with the next step's first product. So sums are a step behind. Where only a
+// step's first KEYS count, so many scores and weights are worked with.
 #pragma once
 #include "common/products.cuh"
 #include "common/ptx_wgmma.cuh"
@@ -33,12 +34,17 @@ struct WarpgroupState {
 
     __device__ __forceinline__ WarpgroupState() : s{}, o{} {}
 
+    template <int KEYS>
+    __device__ __forceinline__ float (&scores())
+        [KEYS / 8][4] { return reinterpret_cast<float (&)[KEYS / 8][4]>(s); }
+
+    template <int KEYS>
     __device__ __forceinline__ void step_maximum() {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float m = rows.m[h];
 #pragma unroll
-            for (int tile = 0; tile < TOKENS / 8; ++tile) {
+            for (int tile = 0; tile < KEYS / 8; ++tile) {
                 m = fmaxf(m, fmaxf(s[tile][2 * h], s[tile][2 * h + 1]));
             }
             m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
@@ -47,12 +53,13 @@ struct WarpgroupState {
     }
 
     // Scores become weights relative to `base`, the same for all keys of a row.
+    template <int KEYS>
     __device__ __forceinline__ void weigh_by(const float (&base)[2], float scale) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float sum = 0.0f;
 #pragma unroll
-            for (int tile = 0; tile < TOKENS / 8; ++tile) {
+            for (int tile = 0; tile < KEYS / 8; ++tile) {
                 float* pair = &s[tile][2 * h];
                 pair[0] = ex2(fmaf(pair[0], scale, -base[h]));
                 pair[1] = ex2(fmaf(pair[1], scale, -base[h]));
@@ -63,14 +70,15 @@ struct WarpgroupState {
     }
 
     // The same relative to the maximum with this step, as usual. A row may have seen no key yet.
+    template <int KEYS>
     __device__ __forceinline__ void weigh(float scale) {
-        step_maximum();
+        step_maximum<KEYS>();
         float base[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             base[h] = step_m[h] > NO_KEY ? step_m[h] * scale : 0.0f;
         }
-        weigh_by(base, scale);
+        weigh_by<KEYS>(base, scale);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float fade = ex2(rows.m[h] * scale - base[h]);
@@ -84,8 +92,8 @@ struct WarpgroupState {
     // step's maximum, which is only needed by catch_up. All rows see all keys.
     __device__ __forceinline__ void weigh_as_before(float scale) {
         const float base[2] = {rows.m[0] * scale, rows.m[1] * scale};
-        step_maximum();
-        weigh_by(base, scale);
+        step_maximum<TOKENS>();
+        weigh_by<TOKENS>(base, scale);
     }
 
     // Takes the weights of weigh_as_before, most of the time as they are. Scores far above those
@@ -100,7 +108,7 @@ struct WarpgroupState {
         if (__any_sync(0xffffffffu, !fits)) {
             rescore(s);
             const float base[2] = {step_m[0] * scale, step_m[1] * scale};
-            weigh_by(base, scale);
+            weigh_by<TOKENS>(base, scale);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float fade = ex2((rows.m[h] - step_m[h]) * scale);
@@ -129,10 +137,16 @@ struct WarpgroupState {
         }
     }
 
+    // Weights of the keys that do not count are 0.
+    template <int KEYS>
     __device__ __forceinline__ void pack() {
 #pragma unroll
-        for (int i = 0; i < TOKENS / 16; ++i) {
+        for (int i = 0; i < KEYS / 16; ++i) {
             pack_weights<KV>(weights[i], s[2 * i], s[2 * i + 1]);
+        }
+#pragma unroll
+        for (int i = KEYS / 16 * 4; i < TOKENS / 4; ++i) {
+            weights[i / 4][i % 4] = 0;
         }
     }
 };
