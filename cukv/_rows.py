@@ -154,7 +154,7 @@ class AppendMove:
             vec = 1
         k_deal, v_deal = self._deals[vec]
         ctas = resident_ctas(self._device)
-        # Few rows are all on their way at once, and then gain from leaving the L2 first.
+        # Few rows are all on their way at once.
         few = nnz * (k_deal.columns + v_deal.columns) <= ctas * _FEW_MOVE_THREADS
         threads = _FEW_MOVE_THREADS if few else MOVE_THREADS
         k_rows, k_ctas = k_deal.shares(nnz, ctas, threads)
@@ -169,7 +169,6 @@ class AppendMove:
             nnz=nnz,
             k_ctas=k_ctas,
             v_ctas=v_ctas,
-            evict_first=few,
             requests_per_row=batch_size / nnz,
         )
 

@@ -33,7 +33,6 @@ struct AppendParams {
     int64_t nnz;
     int32_t k_ctas;
     int32_t v_ctas;
-    int32_t evict_first;     // 1: rows and slots leave the L2 first
     float requests_per_row;  // batch_size / nnz
 };
 
@@ -95,7 +94,7 @@ __device__ __forceinline__ void append_array(
     const auto load = [&](const Place& place) {
         const char* row = from_rows + (range.first + place.local_row) * rows.row_stride;
         const char* from = row + place.offset<FROM, VEC>(rows.head_stride);
-        return p.evict_first ? load_vec_evict_first<FROM, VEC>(from) : load_vec<FROM, VEC>(from);
+        return load_vec_evict_first<FROM, VEC>(from);
     };
     const auto store = [&](const Place& place, const Vec<FROM, VEC>& x) {
         const int64_t slot = slots[place.local_row];
@@ -110,11 +109,7 @@ __device__ __forceinline__ void append_array(
         } else {  // the host refuses a scale: only fp8 pages hold scaled values
             y = convert<FROM, TO, VEC>(x, [](float value) { return value; });
         }
-        if (p.evict_first) {
-            store_vec_evict_first(to, y);
-        } else {
-            store_vec(to, y);
-        }
+        store_vec_evict_first(to, y);
     };
     move_rows<Vec<FROM, VEC>>(
         rows, range.num, move_threads, load, [] { bar_sync<SLOTS_FOUND>(blockDim.x); }, store);
