@@ -111,8 +111,22 @@ __device__ __forceinline__ void append_array(
         }
         store_vec_evict_first(to, y);
     };
-    move_rows<Vec<FROM, VEC>>(
-        rows, range.num, move_threads, load, [] { bar_sync<SLOTS_FOUND>(blockDim.x); }, store);
+    // One vector at a time: with few registers a thread the CTAs of an SM have enough on their way.
+    const uint32_t num_vecs = range.num * rows.columns.divisor;
+    uint32_t vec_idx = threadIdx.x;
+    Vec<FROM, VEC> x;
+    if (vec_idx < num_vecs) {
+        x = load(Place(rows, vec_idx));
+    }
+    bar_sync<SLOTS_FOUND>(blockDim.x);
+#pragma unroll 1
+    while (vec_idx < num_vecs) {
+        store(Place(rows, vec_idx), x);
+        vec_idx += move_threads;
+        if (vec_idx < num_vecs) {
+            x = load(Place(rows, vec_idx));
+        }
+    }
 }
 
 // CTAs per SM that registers must allow. For copies 0, the compiler's choice, is 32 registers, and
