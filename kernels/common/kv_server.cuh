@@ -10,21 +10,22 @@
 
 namespace cukv {
 
-// Deals items to CTAs. Of few items each CTA has those of a part of the work list, an equal share.
-// Else CTAs are given items as they get done: those of the list's end first, which are the longest
-// where attention is causal, and of so many KV heads at a time that CTAs share their keys in the
-// L2. By a warp. An item is on its way while the one before it is worked on.
+// Deals items to CTAs as they get done: those of the list's end first, which are the longest where
+// attention is causal, and of so many KV heads at a time that CTAs share their keys in the L2. Where
+// each CTA has a part of few items of like length, it works that off instead. By a warp. An item is
+// on its way while the one before it is worked on.
 struct ItemDealer {
     const WorkList& work;
     const int heads_at_once;
-    int32_t num_items;  // of the list; of few -end of the part's
+    int32_t num_items;  // of the list; by parts -end of the part's: a register less
     int32_t asked;  // of the first lane: number of the next item but one among those of all heads;
-                    // of few, of the next in the list
+                    // by parts, of the next in the list
     bool more;      // there is a next item
     Item item;      // the next
     int32_t head;   // its KV head
 
-    __device__ __forceinline__ ItemDealer(const WorkList& work, int heads_at_once)
+    // even: no item is much longer than another, if there are few.
+    __device__ __forceinline__ ItemDealer(const WorkList& work, int heads_at_once, bool even)
         : work(work), heads_at_once(heads_at_once), num_items(0), asked(blockIdx.x) {
         const int32_t own = min(blockIdx.x / work.num_kv_heads, work.num_parts - 1);
         item = load_item(work.first_items + own);  // it is on its way while the others are counted
@@ -34,7 +35,8 @@ struct ItemDealer {
         }
         num_items = __reduce_max_sync(0xffffffffu, num_items);
         // No more tiles than parts, and a CTA for every part.
-        if (num_items <= 2 * work.num_parts && work.num_parts * work.num_kv_heads <= gridDim.x) {
+        const bool few = num_items <= 2 * work.num_parts;
+        if (even && few && work.num_parts * work.num_kv_heads <= gridDim.x) {
             head = blockIdx.x % work.num_kv_heads;
             asked = first_item;
             num_items = -end_item;
@@ -44,9 +46,11 @@ struct ItemDealer {
         }
     }
 
+    __device__ __forceinline__ bool by_parts() const { return num_items <= 0; }
+
     __device__ __forceinline__ void look_ahead() {
         int32_t idx = 0;
-        if (num_items <= 0) {
+        if (by_parts()) {
             idx = ++asked;
             more = idx < -num_items;
         } else {
@@ -78,7 +82,7 @@ struct ItemDealer {
 
     // For the next launch, once all CTAs have come here.
     __device__ __forceinline__ void finish() const {
-        if (num_items <= 0) {
+        if (by_parts()) {
             return;
         }
         if (threadIdx.x % WARP_SIZE == 0 && atomicAdd(work.num_finished(), 1) == gridDim.x - 1) {
@@ -230,7 +234,8 @@ __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& 
     const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
     RingPlace<Cta::K_STAGES> at;
-    ItemDealer dealer(p.work, p.heads_at_once);
+    // What a cascade's leaves share is cut into even items.
+    ItemDealer dealer(p.work, p.heads_at_once, p.levels.num_splits > 0);
     ItemWriter<Cta> others(smem);
     int32_t kv_head = 0, next_head = 0;
     Item item = dealer.next(kv_head);
