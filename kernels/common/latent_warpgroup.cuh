@@ -25,7 +25,8 @@ struct LatentConsumer {
     const float scale, unit;  // of scores to base 2, and what is left of it for `weigh` to do
     float s[32];
     float o[2][64];
-    float m[2], d[2], factor[2];
+    float m[2];  // what weights are relative to, as a power of two; NO_KEY before the first key
+    float d[2], factor[2];
     uint32_t parity, w_parity;  // of this warpgroup's own tile; of the other's weights
 
     __device__ __forceinline__ LatentConsumer(const LatentParams& p, LatentSmem& smem, int warp_idx)
@@ -92,32 +93,59 @@ struct LatentConsumer {
     }
 
     // Exponent of the weight 1; weights of no keys are 0.
-    __device__ __forceinline__ float base(float m) const { return m > NO_KEY ? m * unit : 0.0f; }
+    static __device__ __forceinline__ float base(float m) { return m > NO_KEY ? m : 0.0f; }
 
-    // Turns scores into weights relative to what the rows' maxima were when they last rose.
+    // Turns scores into weights relative to what the rows' maxima were when they last rose. Whether
+    // they rise takes a vote; lanes tell each other their scores' maxima only if one does.
     __device__ __forceinline__ void weigh() {
-        float sums[2] = {}, bases[2];
+        float most[2];
+        bool rises = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float most = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
-            for (int i = 4; i < 32; i += 4) {
-                most = fmaxf(most, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
+            for (int i = 2 * h; i < 32; i += 4) {
+                s[i] = fmaf(s[i], unit, -base(m[h]));
+                s[i + 1] = fmaf(s[i + 1], unit, -base(m[h]));
+                const float larger = fmaxf(s[i], s[i + 1]);
+                most[h] = i < 4 ? larger : fmaxf(most[h], larger);
             }
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-            most = (most - m[h]) * unit > LAZY ? most : m[h];
-            bases[h] = base(most);
-            factor[h] = ex2(m[h] * unit - bases[h]);
-            m[h] = most;
+            rises = rises || most[h] > limit(h);
+            factor[h] = 1.0f;
         }
+        if (__any_sync(0xffffffffu, rises)) {
+            rise(most);
+        }
+        float sums[2] = {};
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            s[i] = ex2(fmaf(s[i], unit, -bases[i / 2 % 2]));
+            s[i] = ex2(s[i]);
             sums[i / 2 % 2] += s[i];
         }
-        d[0] = d[0] * factor[0] + sums[0];
-        d[1] = d[1] * factor[1] + sums[1];
+        d[0] += sums[0];
+        d[1] += sums[1];
+    }
+
+    // What exponents may be before the maximum rises.
+    __device__ __forceinline__ float limit(int h) const { return m[h] > NO_KEY ? LAZY : NO_KEY; }
+
+    // Makes exponents relative to the new maxima, given each lane's largest exponents.
+    __device__ __forceinline__ void rise(const float (&most)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float largest = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 1));
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+            const bool rises = largest > limit(h);
+            const float rest = rises ? largest : 0.0f;
+            const float old = m[h];
+            m[h] = rises ? base(old) + rest : old;
+            factor[h] = ex2(old - base(m[h]));
+            d[h] *= factor[h];
+#pragma unroll
+            for (int i = 2 * h; i < 32; i += 4) {
+                s[i] -= rest;
+                s[i + 1] -= rest;
+            }
+        }
     }
 
     // Gives weights and maxima to the other warpgroup.
@@ -148,7 +176,7 @@ struct LatentConsumer {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float other = smem.maxima[group ^ 1][row + 8 * h];
-            factor[h] = ex2(m[h] * unit - base(other));
+            factor[h] = ex2(m[h] - base(other));
             m[h] = other;
             d[h] *= factor[h];
         }
@@ -316,7 +344,6 @@ struct LatentConsumer {
         for (int h = 0; h < 2; ++h) {
             const int own_row = row + 8 * h;
             const float all = d[h] + denominators[group ^ 1][own_row];
-            const float largest = m[h] > NO_KEY ? m[h] * unit : NO_KEY;
             const bool is_first = group == 0 && threadIdx.x % 4 == 0;
             const auto each_vector = [&](auto visit) {
 #pragma unroll
@@ -331,14 +358,14 @@ struct LatentConsumer {
                 const LatentRow to(p, item, block, own_row);
                 to.store(LatentRow::factor(p, all), each_vector);
                 if (is_first) {
-                    to.store_lse(largest, all);
+                    to.store_lse(m[h], all);
                 }
             } else {
                 each_vector([&](const float (&sums)[4], int feat) {
                     slots.store_sums(sums, own_row, feat);
                 });
                 if (is_first) {
-                    slots.store_state(largest, all, own_row);
+                    slots.store_state(m[h], all, own_row);
                 }
             }
         }
