@@ -18,6 +18,8 @@ __device__ __forceinline__ void consumers_sync() { bar_sync<1>(NUM_CONSUMERS); }
 // scores of 64 keys, two runs of 128 columns of sums, maximum and denominator.
 template <typename KV>
 struct LatentConsumer {
+    using TileSlots = LatentSlots<LATENT_ROWS, HEAD_DIM_CKV / 2>;
+
     const LatentParams& p;
     LatentSmem& smem;
     const int group;  // of two
@@ -32,7 +34,7 @@ struct LatentConsumer {
     __device__ __forceinline__ LatentConsumer(const LatentParams& p, LatentSmem& smem, int warp_idx)
         : p(p),
           smem(smem),
-          group(warp_idx / 4),
+          group(warp_idx >= 4),  // not by a division: the compiler knows it to be 0 or 1
           row(threadIdx.x / WARP_SIZE % 4 * 16 + threadIdx.x % WARP_SIZE / 4),
           scale(p.sm_scale * LOG2_E),
           unit(scale > 0.0f ? scale : 1.0f),
@@ -373,35 +375,45 @@ struct LatentConsumer {
             }
         }
         consumers_sync();  // denominators are there
-        const bool whole = item.first_slot < 0;
-        const Slots<LATENT_ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
+        const auto each_vector = [&](int h, auto visit) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
+                float sums[4];
+                const int feat = opaque(neighbours<KV>(sums, even, even + 4));
+                visit(sums, group * 256 + i * 16 + feat);
+            }
+        };
+        const bool is_first = group == 0 && threadIdx.x % 4 == 0;
+        float all[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int own_row = row + 8 * h;
-            const float all = d[h] + denominators[group ^ 1][own_row];
-            const bool is_first = group == 0 && threadIdx.x % 4 == 0;
-            const auto each_vector = [&](auto visit) {
+            all[h] = d[h] + denominators[group ^ 1][row + 8 * h];
+        }
+        if (item.first_slot < 0) {
 #pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
-                    float sums[4];
-                    const int feat = opaque(neighbours<KV>(sums, even, even + 4));
-                    visit(sums, group * 256 + i * 16 + feat);
-                }
-            };
-            if (whole) {
-                const LatentRow to(p, item, block, own_row);
-                to.store(LatentRow::factor(p, all), each_vector);
+            for (int h = 0; h < 2; ++h) {
+                const LatentRow to(p, item, block, row + 8 * h);
+                to.store(LatentRow::factor(p, all[h]), [&](auto visit) { each_vector(h, visit); });
                 if (is_first) {
-                    to.store_lse(m[h], all);
+                    to.store_lse(m[h], all[h]);
                 }
-            } else {
-                each_vector([&](const float (&sums)[4], int feat) {
-                    slots.store_sums(sums, own_row, feat);
-                });
-                if (is_first) {
-                    slots.store_state(m[h], all, own_row);
-                }
+            }
+            return;
+        }
+        pin_sums();  // else the compiler works on them beside products, and spills
+        const TileSlots slots{{p.work, item, block}};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float largest = 0.0f;
+#pragma unroll
+            for (int i = 2 * h; i < 128; i += 4) {
+                const float (&two)[64] = o[i / 64];
+                largest = fmaxf(largest, fmaxf(fabsf(two[i % 64]), fabsf(two[i % 64 + 1])));
+            }
+            slots.store(row + 8 * h, group, largest, [&](auto visit) { each_vector(h, visit); });
+            if (is_first) {
+                slots.slots.store_state(m[h], all[h], row + 8 * h);
             }
         }
     }
@@ -445,7 +457,7 @@ struct LatentConsumer {
             }
             consumers_sync();  // the slots are there, and tiles have been read
             const auto sync = [] { consumers_sync(); };
-            using Merge = LatentMerge<LATENT_ROWS, NUM_CONSUMERS, decltype(sync)>;
+            using Merge = LatentMerge<TileSlots, NUM_CONSUMERS, decltype(sync)>;
             static_assert(sizeof(smem.tiles) >= sizeof(typename Merge::Scratch), "tiles are free");
             auto& scratch = reinterpret_cast<typename Merge::Scratch&>(smem.tiles);
             Merge{p, gate.item, block, static_cast<int>(threadIdx.x), scratch, sync}.merge(
