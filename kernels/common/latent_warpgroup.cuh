@@ -184,39 +184,6 @@ struct LatentConsumer {
         }
     }
 
-    // The same by warpgroup 1, whose own weights are there first, relative to what its maxima rose
-    // to from `before`; they become relative to the larger of both. Sums follow in two steps: by
-    // `factor` for the other's weights, and `later` for its own.
-    __device__ __forceinline__ void agree(const float (&before)[2], float (&later)[2]) {
-        mbarrier_try_wait(smem.weights_full[group ^ 1], w_parity);
-        w_parity ^= 1;
-        float other[2];
-        bool rises = false;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            other[h] = smem.maxima[group ^ 1][row + 8 * h];
-            rises = rises || m[h] != before[h] || other[h] != before[h];
-            factor[h] = later[h] = 1.0f;
-        }
-        if (!__any_sync(0xffffffffu, rises)) {
-            return;
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float most = fmaxf(m[h], other[h]);
-            const float fade = ex2(m[h] - base(most));
-            factor[h] = ex2(before[h] - base(other[h]));
-            later[h] = ex2(other[h] - base(most));
-            m[h] = most;
-            d[h] *= fade;
-#pragma unroll
-            for (int i = 2 * h; i < 32; i += 4) {
-                s[i] *= fade;
-                s[i + 1] *= fade;
-            }
-        }
-    }
-
     // Weights of two neighbouring keys as operands.
     __device__ __forceinline__ uint32_t pair(int i) const {
         return cvt_pair<KV>(s[2 * i], s[2 * i + 1]);
@@ -228,7 +195,7 @@ struct LatentConsumer {
     }
 
     // Lets sums follow the maxima.
-    __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+    __device__ __forceinline__ void rescale() {
         if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
             for (int i = 0; i < 128; ++i) {
@@ -299,7 +266,7 @@ struct LatentConsumer {
             attend_own_even(item, step, steps);
             added(0);
             receive();
-            rescale(factor);
+            rescale();
             add_other();
         }
         // Not a branch inside the loop: the compiler would run products one after the other.
@@ -324,7 +291,7 @@ struct LatentConsumer {
         send();
         uint32_t weights[4][4];
         get_weights(weights);
-        rescale(factor);
+        rescale();
         add_own(weights);
     }
 
@@ -336,25 +303,23 @@ struct LatentConsumer {
             begin_scores();
             mbarrier_try_wait(smem.even_scored, w_parity);
             score<0>(item, item.first_token + step * LATENT_TOKENS, step + 2 >= steps);
-            const float before[2] = {m[0], m[1]};
+            receive();
+            rescale();
             weigh();
-            float later[2];
-            agree(before, later);
-            rescale(factor);
             send();
             add_other();
             added(0);
             pin_registers(s);
             uint32_t weights[4][4];
             get_weights(weights);
-            rescale(later);
+            rescale();
             add_own(weights);
             added(1);
         }
         if (step == steps) {
             mbarrier_try_wait(smem.even_scored, w_parity);
             receive();
-            rescale(factor);
+            rescale();
             add_other();
             added(0);
         }
