@@ -5,6 +5,7 @@
 // steps. Tiles, barriers and who else is there: common/latent_sm90.cuh.
 #pragma once
 #include "common/latent_sm90.cuh"
+#include "common/latent_weights.cuh"
 #include "common/products.cuh"
 #include "common/ptx_wgmma.cuh"
 
@@ -15,29 +16,26 @@ constexpr int NUM_CONSUMERS = 256, NUM_PRODUCERS = 128;  // threads
 __device__ __forceinline__ void consumers_sync() { bar_sync<1>(NUM_CONSUMERS); }
 
 // A thread of the two warpgroups that compute. It holds, of rows `row` and `row` + 8 of a tile, the
-// scores of 64 keys, two runs of 128 columns of sums, maximum and denominator.
+// weights of 64 keys and two runs of 128 columns of sums.
 template <typename KV>
-struct LatentConsumer {
+struct LatentConsumer : LatentWeights {
     using TileSlots = LatentSlots<LATENT_ROWS, HEAD_DIM_CKV / 2>;
 
     const LatentParams& p;
     LatentSmem& smem;
     const int group;  // of two
     const int row;
-    const float scale, unit;  // of scores to base 2, and what is left of it for `weigh` to do
-    float s[32];
+    const float scale;  // of scores to base 2
     float o[2][64];
-    float m[2];  // what weights are relative to, as a power of two; NO_KEY before the first key
-    float d[2], factor[2];
     uint32_t parity, w_parity;  // of this warpgroup's own tile; of the other's weights
 
     __device__ __forceinline__ LatentConsumer(const LatentParams& p, LatentSmem& smem, int warp_idx)
-        : p(p),
+        : LatentWeights(p.sm_scale * LOG2_E),
+          p(p),
           smem(smem),
           group(warp_idx >= 4),  // not by a division: the compiler knows it to be 0 or 1
           row(threadIdx.x / WARP_SIZE % 4 * 16 + threadIdx.x % WARP_SIZE / 4),
           scale(p.sm_scale * LOG2_E),
-          unit(scale > 0.0f ? scale : 1.0f),
           parity(0),
           w_parity(0) {}
 
@@ -91,62 +89,6 @@ struct LatentConsumer {
             const bool seen = (keys >> local & 1) &&
                               token + local <= LatentSight::last(p, item, row + i / 2 % 2 * 8);
             s[i] = seen ? s[i] : NO_KEY;
-        }
-    }
-
-    // Exponent of the weight 1; weights of no keys are 0.
-    static __device__ __forceinline__ float base(float m) { return m > NO_KEY ? m : 0.0f; }
-
-    // Turns scores into weights relative to what the rows' maxima were when they last rose. Whether
-    // they rise takes a vote; lanes tell each other their scores' maxima only if one does.
-    __device__ __forceinline__ void weigh() {
-        float most[2];
-        bool rises = false;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int i = 2 * h; i < 32; i += 4) {
-                s[i] = fmaf(s[i], unit, -base(m[h]));
-                s[i + 1] = fmaf(s[i + 1], unit, -base(m[h]));
-                const float larger = fmaxf(s[i], s[i + 1]);
-                most[h] = i < 4 ? larger : fmaxf(most[h], larger);
-            }
-            rises = rises || most[h] > limit(h);
-            factor[h] = 1.0f;
-        }
-        if (__any_sync(0xffffffffu, rises)) {
-            rise(most);
-        }
-        float sums[2] = {};
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            s[i] = ex2(s[i]);
-            sums[i / 2 % 2] += s[i];
-        }
-        d[0] += sums[0];
-        d[1] += sums[1];
-    }
-
-    // What exponents may be before the maximum rises.
-    __device__ __forceinline__ float limit(int h) const { return m[h] > NO_KEY ? LAZY : NO_KEY; }
-
-    // Makes exponents relative to the new maxima, given each lane's largest exponents.
-    __device__ __forceinline__ void rise(const float (&most)[2]) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float largest = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 1));
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-            const bool rises = largest > limit(h);
-            const float rest = rises ? largest : 0.0f;
-            const float old = m[h];
-            m[h] = rises ? base(old) + rest : old;
-            factor[h] = ex2(old - base(m[h]));
-            d[h] *= factor[h];
-#pragma unroll
-            for (int i = 2 * h; i < 32; i += 4) {
-                s[i] -= rest;
-                s[i + 1] -= rest;
-            }
         }
     }
 
