@@ -202,7 +202,7 @@ class LatentAttention:
             head_dim_vo=_HEAD_DIM_CKV,
             step_tokens=tile.tokens,
             round_steps=tile.round_steps,
-            num_parts=self._num_parts(tile, num_blocks),
+            num_parts=self._num_parts(tile, call),
             item_steps=2 * tile.round_steps,
             cut_cost=tile.cut_cost,
         )
@@ -248,11 +248,22 @@ class LatentAttention:
         most = max(tile.rows for tile in tiles)
         return next(tile for tile in tiles if tile.rows >= min(packed_rows, most))
 
-    def _num_parts(self, tile: LatentTile, num_blocks: int) -> int:
-        """CTAs per block of heads that run at a time."""
+    def _num_parts(self, tile: LatentTile, call: LatentCall) -> int:
+        """CTAs per block of heads that run at a time, as many as can have work.
+
+        Those without work delay the launch behind, which begins when all have begun.
+        """
+        _, q_nope, qo_indptr, table, _ = call
+        num_rows, num_qo_heads, _ = q_nope.shape
+        num_blocks, group_size = _blocks(tile, num_qo_heads)
+        # Rounds of all requests' keys, the last of each perhaps short, for each tile of one.
+        round_tokens = tile.tokens * tile.round_steps
+        num_tokens = table.indices.size * table.page_size
+        rounds: int = (num_tokens + table.batch_size * (round_tokens - 1)) // round_tokens
+        tiles: int = -(-(1 if qo_indptr is None else num_rows) * group_size // tile.rows)
         device = self._pages.first.device
         ctas = num_sms(device) * ctas_per_sm(tile, device)
-        return min(max(1, ctas // num_blocks), _MAX_PARTS)
+        return max(1, min(ctas // num_blocks, rounds * tiles, _MAX_PARTS))
 
     # -------------------------------------------------------------------------------------- calls
 
@@ -354,7 +365,7 @@ class LatentAttention:
             tile = tile._replace(mapped=self._mapped)  # a plan may be of other strides
             maps = (latent_maps(self._pages) if self._mapped else NO_MAPS)._asdict()
         return kernel(tile.kernel, ckv.device, **tile.template_args).bind(
-            self._num_parts(tile, num_blocks) * num_blocks,
+            self._num_parts(tile, call) * num_blocks,
             tile.threads,
             tile.smem_bytes,
             per_call=_PER_CALL,

@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD>;
     using Ring = typename Cta::Ring;
     constexpr int ROWS = Cta::ROWS, TOKENS = Ring::TOKENS, FEATS = Cta::WARP_FEATS;
+    using TileSlots = LatentSlots<ROWS, FEATS>;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
     const int warp_idx = threadIdx.x / WARP_SIZE, lane_idx = threadIdx.x % WARP_SIZE;
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
         __syncthreads();  // denominators are there
         const bool whole = item.first_slot < 0;
-        const Slots<ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
+        const TileSlots slots{{p.work, item, block}};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             d[i] = 0.0f;
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 d[i] += smem.maxima[row + i * 8][j];
             }
             if (warp_idx == 0 && lane_idx % 4 == 0 && !whole) {
-                slots.store_state(warp.m[0][i], d[i], row + i * 8);
+                slots.slots.store_state(warp.m[0][i], d[i], row + i * 8);
             }
             const auto each_vector = [&](auto visit) {
                 warp.template each_vector<CKV>(0, i, [&](const float (&sums)[4], int feat) {
@@ -286,9 +287,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     to.store_lse(warp.m[0][i], d[i]);
                 }
             } else {
-                each_vector([&](const float (&sums)[4], int feat) {
-                    slots.store_sums(sums, row + i * 8, feat);
-                });
+                slots.store(row + i * 8, warp_idx, warp.largest_sum(0, i), each_vector);
             }
         }
         __syncthreads();  // the slot is written, the item and the denominators have been read
@@ -307,7 +306,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
         __syncthreads();  // the slots are there
         const auto sync = [] { __syncthreads(); };
-        using Merge = LatentMerge<ROWS, Cta::THREADS, decltype(sync)>;
+        using Merge = LatentMerge<TileSlots, Cta::THREADS, decltype(sync)>;
         static_assert(sizeof(smem.ring) >= sizeof(typename Merge::Scratch), "the ring is free");
         auto& scratch = reinterpret_cast<typename Merge::Scratch&>(smem.ring);
         Merge{p, gate.item, block, static_cast<int>(threadIdx.x), scratch, sync}.merge(gate.shares);

@@ -8,10 +8,11 @@
 // an item, 64 keys each, and adds up columns [256 g, 256 (g + 1)) of all steps; four more warps
 // load. Of two steps, 0 and 1,
 //
-//   warpgroup 0   scores 0 | weighs 0 -> | adds up left 0 |          -> adds up left 1
-//   warpgroup 1   scores 1 |          -> | adds up right 0, weighs 1 -> adds up right 1
+//   warpgroup 0   scores 0 | weighs 0 | adds up left 0 | adds up left 1
+//   warpgroup 1            | scores 1 | weighs 1       | adds up right 0, right 1
 //
-// where weights go through shared memory (->), and one's softmax runs beside the other's products.
+// where each gives its weights to the other through shared memory, and one's softmax runs beside
+// the other's products.
 // Bound by tensor cores: 2 * (2 * 512 + 64) operations per row and key.
 // Host: cukv/mla.py MLAPagedCache.decode       Reference: cukv/reference.py mla_decode
 #include "common/latent_warpgroup.cuh"

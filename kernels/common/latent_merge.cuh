@@ -1,7 +1,7 @@
 // How tiles of several items end, of attention over latent rows: all CTAs that worked on one
 // wait for each other, if they can, and merge a share each.
 #pragma once
-#include "common/latent.cuh"
+#include "common/latent_slots.cuh"
 
 namespace cukv {
 
@@ -63,18 +63,19 @@ struct Gate {
 };
 
 // Merges shares of a tile whose slots are written: the i-th of num_items shares is an equal run of
-// vectors of four sums. THREADS threads with their own barrier `sync`.
+// vectors of eight sums. THREADS threads with their own barrier `sync`.
 //
 // What counts is how often they wait for the L2: sums are on their way while their weights are
 // worked out, and where there are more threads than vectors, they take turns with a vector's items.
-template <int ROWS, int THREADS, typename Sync>
+template <typename Slots, int THREADS, typename Sync>
 struct LatentMerge {
-    static constexpr int VECS = HEAD_DIM_CKV / 4;                // of a row
+    static constexpr int VECS = Slots::VECS, STRETCH_VECS = Slots::STRETCH_VECS;
     static constexpr int STATES = MAX_LATENT_ITEMS / WARP_SIZE;  // of a row that a lane weighs
 
     struct Scratch {
-        float4 sums[THREADS];
-        float weights[ROWS + 2 * MAX_LATENT_ITEMS];  // of the rows of a share, for each item
+        float sums[THREADS][8];
+        // Of the stretches of a share, for each item.
+        float weights[Slots::NUM_STRETCHES + 2 * MAX_LATENT_ITEMS];
     };
 
     const LatentParams& p;
@@ -92,7 +93,7 @@ struct LatentMerge {
             const int32_t begin = total * share / item.num_items;
             const int32_t end = total * (share + 1) / item.num_items;
             if (end - begin > THREADS) {
-                merge_many<4, 4>(begin, end);
+                merge_many<2, 8>(begin, end);
             } else if (end > begin) {
                 merge_few<16>(begin, end);
             }
@@ -105,10 +106,10 @@ struct LatentMerge {
         bool weighed = false;
         int32_t base = begin + thread_idx;
         do {
-            float sums[NUM][4] = {};
+            float sums[NUM][8] = {};
             int32_t first = 0;
             do {
-                float4 x[IN_FLIGHT][NUM];
+                uint4 x[IN_FLIGHT][NUM];
                 load(x, base, end, first, 1);
                 if (!weighed) {
                     weigh(begin, end);
@@ -135,11 +136,11 @@ struct LatentMerge {
         const int32_t turn = thread_idx / width;
         // Threads without a turn load and weigh nothing.
         const int32_t vec = turn < turns ? begin + thread_idx - turn * width : end;
-        float sums[1][4] = {};
+        float sums[1][8] = {};
         int32_t first = turn;
         bool weighed = false;
         do {
-            float4 x[IN_FLIGHT][1];
+            uint4 x[IN_FLIGHT][1];
             load(x, vec, end, first, turns);
             if (!weighed) {
                 weigh(begin, end);
@@ -149,13 +150,17 @@ struct LatentMerge {
             add_up(sums, x, vec, begin, end, first, turns);
             first += IN_FLIGHT * turns;
         } while (first < item.num_items);
-        scratch.sums[thread_idx] = make_float4(sums[0][0], sums[0][1], sums[0][2], sums[0][3]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            scratch.sums[thread_idx][e] = sums[0][e];
+        }
         sync();  // sums of all turns are there
         if (thread_idx < width) {
             for (int32_t i = 1; i < turns; ++i) {
-                const float4 other = scratch.sums[thread_idx + i * width];
-                sums[0][0] += other.x, sums[0][1] += other.y;
-                sums[0][2] += other.z, sums[0][3] += other.w;
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    sums[0][e] += scratch.sums[thread_idx + i * width][e];
+                }
             }
             store(sums[0], begin + thread_idx, end);
         }
@@ -165,22 +170,24 @@ struct LatentMerge {
     // Starts loading vectors base + i * THREADS of items first + k * stride, as far as they exist.
     template <int IN_FLIGHT, int NUM>
     __device__ __forceinline__ void load(
-        float4 (&x)[IN_FLIGHT][NUM], int32_t base, int32_t end, int32_t first, int32_t stride)
+        uint4 (&x)[IN_FLIGHT][NUM], int32_t base, int32_t end, int32_t first, int32_t stride)
         const {
-        const float* of_first = p.work.sums + slot_row(0) * HEAD_DIM_CKV;
-        const float* of_second = p.work.sums + slot_row(1) * HEAD_DIM_CKV;
-        const int32_t slot = p.work.num_kv_heads * (ROWS * HEAD_DIM_CKV);
+        const Slots slots{{p.work, item, block}};
+        float* of_first = slots.row(0, 0);
+        float* of_second = slots.row(1, 0);
+        const int32_t slot = p.work.num_kv_heads * Slots::FLOATS;
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; ++k) {
             const int32_t item_idx = first + k * stride;
             // The slots of all items but the first are neighbours.
-            const float* from = item_idx == 0 ? of_first : of_second + int64_t{item_idx - 1} * slot;
+            float* from = item_idx == 0 ? of_first : of_second + int64_t{item_idx - 1} * slot;
 #pragma unroll
             for (int i = 0; i < NUM; ++i) {
                 const int32_t vec = base + i * THREADS;
-                x[k][i] = float4{};
+                x[k][i] = uint4{};
                 if (vec < end && item_idx < item.num_items) {
-                    x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + vec * 4));
+                    float* row = from + vec / VECS * HEAD_DIM_CKV;
+                    x[k][i] = __ldcg(Slots::vecs(row) + vec % VECS);
                 }
             }
         }
@@ -189,8 +196,8 @@ struct LatentMerge {
     // Adds them up with their weights.
     template <int IN_FLIGHT, int NUM>
     __device__ __forceinline__ void add_up(
-        float (&sums)[NUM][4],
-        const float4 (&x)[IN_FLIGHT][NUM],
+        float (&sums)[NUM][8],
+        const uint4 (&x)[IN_FLIGHT][NUM],
         int32_t base,
         int32_t begin,
         int32_t end,
@@ -198,52 +205,56 @@ struct LatentMerge {
         int32_t stride) const {
 #pragma unroll
         for (int i = 0; i < NUM; ++i) {
-            const int32_t row = min(base + i * THREADS, end - 1) / VECS - begin / VECS;
-            const float* weights = scratch.weights + row * item.num_items;
+            const int32_t vec = min(base + i * THREADS, end - 1);
+            const int32_t stretch = vec / STRETCH_VECS - begin / STRETCH_VECS;
+            const float* weights = scratch.weights + stretch * item.num_items;
 #pragma unroll
             for (int k = 0; k < IN_FLIGHT; ++k) {
                 const float w = weights[min(first + k * stride, item.num_items - 1)];
-                sums[i][0] = fmaf(w, x[k][i].x, sums[i][0]);
-                sums[i][1] = fmaf(w, x[k][i].y, sums[i][1]);
-                sums[i][2] = fmaf(w, x[k][i].z, sums[i][2]);
-                sums[i][3] = fmaf(w, x[k][i].w, sums[i][3]);
+                const Vec<half, 8> halves{x[k][i]};
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    sums[i][e] = fmaf(w, to_float(halves[e]), sums[i][e]);
+                }
             }
         }
     }
 
-    __device__ __forceinline__ void store(const float (&sums)[4], int32_t vec, int32_t end) const {
+    __device__ __forceinline__ void store(const float (&sums)[8], int32_t vec, int32_t end) const {
         if (vec < end) {
+            const int feat = Slots::feat(vec % VECS);
             LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
-                visit(sums, vec % VECS * 4);
+                visit({sums[0], sums[1], sums[2], sums[3]}, feat);
+                visit({sums[4], sums[5], sums[6], sums[7]}, feat + 16);
             });
         }
     }
 
-    // Row 0 of the i-th item, among all rows of all slots.
-    __device__ __forceinline__ int64_t slot_row(int32_t i) const {
-        return Slots<ROWS, HEAD_DIM_CKV>{p.work, item, block}.slot_row(i, 0);
-    }
-
-    // Weights of all items for each row of [begin, end), and the lse of rows that begin there.
-    // A row belongs to `width` neighbouring lanes.
+    // Weights of all items for each stretch of [begin, end), in its units, and the lse of rows that
+    // begin there. A stretch belongs to `width` neighbouring lanes.
     __device__ __forceinline__ void weigh(int32_t begin, int32_t end) const {
         int width = 2;
         while (width < item.num_items && width < WARP_SIZE) {
             width *= 2;
         }
         const int lane_idx = thread_idx % width;
-        const int first_row = begin / VECS, end_row = (end + VECS - 1) / VECS;
-        for (int base = first_row; base < end_row; base += THREADS / width) {
-            const int row = min(base + thread_idx / width, end_row - 1);
+        const Slots slots{{p.work, item, block}};
+        const int first = begin / STRETCH_VECS, last = (end - 1) / STRETCH_VECS;
+        for (int base = first; base <= last; base += THREADS / width) {
+            const int stretch = min(base + thread_idx / width, last);
+            const int row = stretch / Slots::STRETCHES;
             float2 md[STATES];
+            float units[STATES];
             float m = NO_KEY;
 #pragma unroll
             for (int k = 0; k < STATES; ++k) {
                 const int i = lane_idx + k * width;
                 md[k] = make_float2(NO_KEY, 0.0f);
+                units[k] = 0.0f;
                 if (i < item.num_items) {
-                    const float* from = p.work.states + (slot_row(i) + row) * 2;
+                    const float* from = p.work.states + slots.slots.slot_row(i, row) * 2;
                     md[k] = __ldcg(reinterpret_cast<const float2*>(from));
+                    units[k] = __ldcg(Slots::units(slots.row(i, row)) + stretch % Slots::STRETCHES);
                 }
                 m = fmaxf(m, md[k].x);
             }
@@ -265,10 +276,11 @@ struct LatentMerge {
             for (int k = 0; k < STATES; ++k) {
                 const int i = lane_idx + k * width;
                 if (i < item.num_items) {
-                    scratch.weights[(row - first_row) * item.num_items + i] = md[k].x * factor;
+                    scratch.weights[(stretch - first) * item.num_items + i] =
+                        md[k].x * factor * units[k];
                 }
             }
-            if (lane_idx == 0 && row * VECS >= begin) {
+            if (lane_idx == 0 && stretch % Slots::STRETCHES == 0 && row * VECS >= begin) {
                 LatentRow(p, item, block, row).store_lse(m, d);
             }
         }

@@ -111,23 +111,30 @@ struct LatentProducer {
             const bool has_keys = token < item.end_token;
             if (has_keys) {  // else the request may have no page to look up
                 look_up(item, token);
-                load_keys(item, token);
             }
+            // Queries first, while the pages are looked up: there is room for them before there is
+            // any for keys.
             mbarrier_try_wait(smem.q_empty, q_parity);
             q_parity ^= 1;
             if (warp_idx == 0 && threadIdx.x % WARP_SIZE == 0) {
                 smem.items[q_parity] = item;
             }
             load_queries(item, block);
-            if (!MAPPED && has_keys) {
-                publish_keys<1>();
+            if (has_keys) {
+                load_keys(item, token);
             }
-            cp_async_wait_group<0>();
-            publish(smem.q_full);
+            if (!MAPPED && has_keys) {
+                cp_async_wait_group<2>();  // those of the keys are behind
+                publish(smem.q_full);
+                publish_keys();
+            } else {
+                cp_async_wait_group<0>();
+                publish(smem.q_full);
+            }
             for (token += 2 * LATENT_TOKENS; token < item.end_token; token += 2 * LATENT_TOKENS) {
                 load_keys(item, token);
                 if (!MAPPED) {
-                    publish_keys<0>();
+                    publish_keys();
                 }
             }
             from = p.work.items + ++item_idx;
@@ -140,12 +147,11 @@ struct LatentProducer {
         arrive(barrier);
     }
 
-    // The same of a side, behind whose two groups of copies there are BEHIND others.
-    template <int BEHIND>
+    // The same of a side, whose two groups of copies are the latest.
     __device__ __forceinline__ void publish_keys() {
-        cp_async_wait_group<BEHIND + 1>();
+        cp_async_wait_group<1>();
         publish(smem.full[stage][side][0]);
-        cp_async_wait_group<BEHIND>();
+        cp_async_wait_group<0>();
         publish(smem.full[stage][side][1]);
     }
 

@@ -5,6 +5,7 @@
 // steps. Tiles, barriers and who else is there: common/latent_sm90.cuh.
 #pragma once
 #include "common/latent_sm90.cuh"
+#include "common/latent_weights.cuh"
 #include "common/products.cuh"
 #include "common/ptx_wgmma.cuh"
 
@@ -15,26 +16,26 @@ constexpr int NUM_CONSUMERS = 256, NUM_PRODUCERS = 128;  // threads
 __device__ __forceinline__ void consumers_sync() { bar_sync<1>(NUM_CONSUMERS); }
 
 // A thread of the two warpgroups that compute. It holds, of rows `row` and `row` + 8 of a tile, the
-// scores of 64 keys, two runs of 128 columns of sums, maximum and denominator.
+// weights of 64 keys and two runs of 128 columns of sums.
 template <typename KV>
-struct LatentConsumer {
+struct LatentConsumer : LatentWeights {
+    using TileSlots = LatentSlots<LATENT_ROWS, HEAD_DIM_CKV / 2>;
+
     const LatentParams& p;
     LatentSmem& smem;
     const int group;  // of two
     const int row;
-    const float scale, unit;  // of scores to base 2, and what is left of it for `weigh` to do
-    float s[32];
+    const float scale;  // of scores to base 2
     float o[2][64];
-    float m[2], d[2], factor[2];
     uint32_t parity, w_parity;  // of this warpgroup's own tile; of the other's weights
 
     __device__ __forceinline__ LatentConsumer(const LatentParams& p, LatentSmem& smem, int warp_idx)
-        : p(p),
+        : LatentWeights(p.sm_scale * LOG2_E),
+          p(p),
           smem(smem),
-          group(warp_idx / 4),
+          group(warp_idx >= 4),  // not by a division: the compiler knows it to be 0 or 1
           row(threadIdx.x / WARP_SIZE % 4 * 16 + threadIdx.x % WARP_SIZE / 4),
           scale(p.sm_scale * LOG2_E),
-          unit(scale > 0.0f ? scale : 1.0f),
           parity(0),
           w_parity(0) {}
 
@@ -91,35 +92,6 @@ struct LatentConsumer {
         }
     }
 
-    // Exponent of the weight 1; weights of no keys are 0.
-    __device__ __forceinline__ float base(float m) const { return m > NO_KEY ? m * unit : 0.0f; }
-
-    // Turns scores into weights relative to what the rows' maxima were when they last rose.
-    __device__ __forceinline__ void weigh() {
-        float sums[2] = {}, bases[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float most = fmaxf(s[2 * h], s[2 * h + 1]);
-#pragma unroll
-            for (int i = 4; i < 32; i += 4) {
-                most = fmaxf(most, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
-            }
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-            most = (most - m[h]) * unit > LAZY ? most : m[h];
-            bases[h] = base(most);
-            factor[h] = ex2(m[h] * unit - bases[h]);
-            m[h] = most;
-        }
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            s[i] = ex2(fmaf(s[i], unit, -bases[i / 2 % 2]));
-            sums[i / 2 % 2] += s[i];
-        }
-        d[0] = d[0] * factor[0] + sums[0];
-        d[1] = d[1] * factor[1] + sums[1];
-    }
-
     // Gives weights and maxima to the other warpgroup.
     __device__ __forceinline__ void send() {
         const int lane_idx = threadIdx.x % WARP_SIZE;
@@ -148,7 +120,7 @@ struct LatentConsumer {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float other = smem.maxima[group ^ 1][row + 8 * h];
-            factor[h] = ex2(m[h] * unit - base(other));
+            factor[h] = ex2(m[h] - base(other));
             m[h] = other;
             d[h] *= factor[h];
         }
@@ -275,9 +247,9 @@ struct LatentConsumer {
             score<0>(item, item.first_token + step * LATENT_TOKENS, step + 2 >= steps);
             receive();
             rescale();
-            add_other();
             weigh();
             send();
+            add_other();
             added(0);
             pin_registers(s);
             uint32_t weights[4][4];
@@ -310,36 +282,45 @@ struct LatentConsumer {
             }
         }
         consumers_sync();  // denominators are there
-        const bool whole = item.first_slot < 0;
-        const Slots<LATENT_ROWS, HEAD_DIM_CKV> slots{p.work, item, block};
+        const auto each_vector = [&](int h, auto visit) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
+                float sums[4];
+                const int feat = opaque(neighbours<KV>(sums, even, even + 4));
+                visit(sums, group * 256 + i * 16 + feat);
+            }
+        };
+        const bool is_first = group == 0 && threadIdx.x % 4 == 0;
+        float all[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int own_row = row + 8 * h;
-            const float all = d[h] + denominators[group ^ 1][own_row];
-            const float largest = m[h] > NO_KEY ? m[h] * unit : NO_KEY;
-            const bool is_first = group == 0 && threadIdx.x % 4 == 0;
-            const auto each_vector = [&](auto visit) {
+            all[h] = d[h] + denominators[group ^ 1][row + 8 * h];
+        }
+        if (item.first_slot < 0) {
 #pragma unroll
-                for (int i = 0; i < 16; ++i) {
-                    const float* even = &o[i / 8][i % 8 * 8 + 2 * h];
-                    float sums[4];
-                    const int feat = opaque(neighbours<KV>(sums, even, even + 4));
-                    visit(sums, group * 256 + i * 16 + feat);
-                }
-            };
-            if (whole) {
-                const LatentRow to(p, item, block, own_row);
-                to.store(LatentRow::factor(p, all), each_vector);
+            for (int h = 0; h < 2; ++h) {
+                const LatentRow to(p, item, block, row + 8 * h);
+                to.store(LatentRow::factor(p, all[h]), [&](auto visit) { each_vector(h, visit); });
                 if (is_first) {
-                    to.store_lse(largest, all);
+                    to.store_lse(m[h], all[h]);
                 }
-            } else {
-                each_vector([&](const float (&sums)[4], int feat) {
-                    slots.store_sums(sums, own_row, feat);
-                });
-                if (is_first) {
-                    slots.store_state(largest, all, own_row);
-                }
+            }
+            return;
+        }
+        pin_sums();  // else the compiler works on them beside products, and spills
+        const TileSlots slots{{p.work, item, block}};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float largest = 0.0f;
+#pragma unroll
+            for (int i = 2 * h; i < 128; i += 4) {
+                const float (&two)[64] = o[i / 64];
+                largest = fmaxf(largest, fmaxf(fabsf(two[i % 64]), fabsf(two[i % 64 + 1])));
+            }
+            slots.store(row + 8 * h, group, largest, [&](auto visit) { each_vector(h, visit); });
+            if (is_first) {
+                slots.slots.store_state(m[h], all[h], row + 8 * h);
             }
         }
     }
@@ -383,7 +364,7 @@ struct LatentConsumer {
             }
             consumers_sync();  // the slots are there, and tiles have been read
             const auto sync = [] { consumers_sync(); };
-            using Merge = LatentMerge<LATENT_ROWS, NUM_CONSUMERS, decltype(sync)>;
+            using Merge = LatentMerge<TileSlots, NUM_CONSUMERS, decltype(sync)>;
             static_assert(sizeof(smem.tiles) >= sizeof(typename Merge::Scratch), "tiles are free");
             auto& scratch = reinterpret_cast<typename Merge::Scratch&>(smem.tiles);
             Merge{p, gate.item, block, static_cast<int>(threadIdx.x), scratch, sync}.merge(

@@ -1,0 +1,77 @@
+// What a thread of Hopper's kernel over latent rows makes weights of: its scores of two rows, and
+// what the rows' weights are relative to.
+#pragma once
+#include "common/softmax.cuh"
+
+namespace cukv {
+
+// s[i] is of row i / 2 % 2, whose other scores of a tile's 64 keys are with the lane's three
+// neighbours.
+struct LatentWeights {
+    const float unit;  // what is left of the scale of scores for `weigh` to do
+    float s[32];
+    float m[2];  // what weights are relative to, as a power of two; NO_KEY before the first key
+    float d[2], factor[2];
+
+    // `scale` of scores to base 2; one that is not positive was applied before.
+    explicit __device__ __forceinline__ LatentWeights(float scale)
+        : unit(scale > 0.0f ? scale : 1.0f) {}
+
+    // Exponent of the weight 1; weights of no keys are 0.
+    static __device__ __forceinline__ float base(float m) { return m > NO_KEY ? m : 0.0f; }
+
+    // Turns scores into weights relative to what the rows' maxima were when they last rose. Whether
+    // they rise takes a vote; lanes tell each other their scores' maxima only if one does.
+    __device__ __forceinline__ void weigh() {
+        float most[2];
+        bool rises = false;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int i = 2 * h; i < 32; i += 4) {
+                s[i] = fmaf(s[i], unit, -base(m[h]));
+                s[i + 1] = fmaf(s[i + 1], unit, -base(m[h]));
+                const float larger = fmaxf(s[i], s[i + 1]);
+                most[h] = i < 4 ? larger : fmaxf(most[h], larger);
+            }
+            rises = rises || most[h] > limit(h);
+            factor[h] = 1.0f;
+        }
+        if (__any_sync(0xffffffffu, rises)) {
+            rise(most);
+        }
+        float sums[2] = {};
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            s[i] = ex2(s[i]);
+            sums[i / 2 % 2] += s[i];
+        }
+        d[0] += sums[0];
+        d[1] += sums[1];
+    }
+
+    // What exponents may be before the maximum rises.
+    __device__ __forceinline__ float limit(int h) const { return m[h] > NO_KEY ? LAZY : NO_KEY; }
+
+    // Makes exponents relative to the new maxima, given each lane's largest exponents.
+    __device__ __forceinline__ void rise(const float (&most)[2]) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float largest = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 1));
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+            const bool rises = largest > limit(h);
+            const float rest = rises ? largest : 0.0f;
+            const float old = m[h];
+            m[h] = rises ? base(old) + rest : old;
+            factor[h] = ex2(old - base(m[h]));
+            d[h] *= factor[h];
+#pragma unroll
+            for (int i = 2 * h; i < 32; i += 4) {
+                s[i] -= rest;
+                s[i + 1] -= rest;
+            }
+        }
+    }
+};
+
+}  // namespace cukv
