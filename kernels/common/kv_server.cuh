@@ -11,9 +11,9 @@
 namespace cukv {
 
 // Deals items to CTAs as they get done: those of the list's end first, which are the longest where
-// attention is causal, and of so many KV heads at a time that CTAs share their keys in the L2. Where
-// each CTA has a part of few items of like length, it works that off instead. By a warp. An item is
-// on its way while the one before it is worked on.
+// attention is causal, and of so many KV heads at a time that CTAs share their keys in the L2. Of
+// few items of like length each CTA works off those of its part instead. By a warp. An item is on
+// its way while the one before it is worked on.
 struct ItemDealer {
     const WorkList& work;
     const int heads_at_once;

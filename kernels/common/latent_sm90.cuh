@@ -18,7 +18,9 @@ struct LatentSm90Params : LatentParams {
     int32_t piece_bits;  // log2 of the tokens that one copy brings, which lie in one page
 };
 
-constexpr int LATENT_TOKENS_BITS = 6, LATENT_TOKENS = 1 << LATENT_TOKENS_BITS;  // of a tile
+constexpr int LATENT_TOKENS = 64;  // of a tile
+constexpr int LATENT_TOKENS_BITS = 6;
+static_assert(LATENT_TOKENS == 1 << LATENT_TOKENS_BITS, "a token's tile is found by a shift");
 constexpr int LATENT_ROWS = 64;  // of a tile of queries
 constexpr int LATENT_BLOCKS = 9, KPE_BLOCK = 8;
 constexpr int BLOCK_BYTES = 64 * 128;
