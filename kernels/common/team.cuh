@@ -8,6 +8,7 @@
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/logits.cuh"
+#include "common/team_results.cuh"
 #include "common/team_sight.cuh"
 #include "common/team_slots.cuh"
 #include "common/warpgroup_state.cuh"
@@ -208,87 +209,13 @@ struct Team {
                 slots.merge(state.o, m, d);
             }
         }
-        const bool results = done && store(slot, m, d, max(split_row, int64_t{0}));
+        const TeamResults<KV, Cta, Params> results{p, smem, state, team, warp_idx, lane_idx, row};
+        const bool staged = done && results.store(slot, m, d, max(split_row, int64_t{0}));
         fence_proxy_async();
         if (lane_idx == 0 && warp_idx % 4 == 0) {
-            order.results = results;
+            order.results = staged;
         }
         mbarrier_arrive(smem.o_full[slot][team]);
-    }
-
-    // Stores finished rows, so many rows behind their own; true: as results in the memory of their
-    // queries.
-    __device__ __forceinline__ bool store(
-        int slot, const float (&m)[2], const float (&d)[2], int64_t rows_behind) {
-        constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
-        const typename Cta::Order& order = smem.orders[slot][team];
-        const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
-        const float v_scale = p.v_scale.get();
-        float factor[2] = {output_factor(v_scale, d[0]), output_factor(v_scale, d[1])};
-        // Where a row is in q and o takes longer to find out than all else here.
-        const bool finds_rows = !staged || p.sinks != nullptr || p.lse != nullptr;
-#pragma unroll
-        for (int h = 0; h < 2 && finds_rows; ++h) {
-            const int at_row = row + 8 * h;
-            PackedRow at(p.group, order.item, order.kv_head, at_row);
-            at.q_row += rows_behind;
-            RowResult<Params> result(p, at, m[h], d[h]);
-            factor[h] = result.factor;
-            if (at_row < order.item.num_rows) {
-                if (lane_idx % 4 == 0) {
-                    result.store_lse();
-                }
-            }
-            if (p.o_rows.kind == KIND_FLOAT && p.o_rows.aligned) {
-                store_floats(result, at_row < order.item.num_rows, h);
-            } else if (!staged) {
-#pragma unroll
-                for (int tile = 0; tile < Cta::State::O_VALUES / 4; tile += 2) {
-                    float sums[4];
-                    const int feat =
-                        tile * 8 +
-                        neighbours<KV>(sums, &state.o[tile][2 * h], &state.o[tile + 1][2 * h]);
-                    if (at_row < order.item.num_rows && feat < p.head_dim_vo) {
-                        result.store(sums, feat);
-                    }
-                }
-            }
-        }
-        if (staged) {
-            const uint32_t tile = smem_address(smem.q[slot][team]);
-            const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
-#pragma unroll
-            for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
-                uint32_t x[4];
-#pragma unroll
-                for (int j = 0; j < 4;
-                     ++j) {  // adding 0 makes the results of a row without keys +0
-                    const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
-                    x[j] = cvt_pair<KV>(
-                        fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
-                }
-                stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
-            }
-        }
-        return staged;
-    }
-
-    // Stores a row's sums as they lie in its lanes, whose pairs are whole sectors together. The
-    // code is short: most CTAs of a cascade come here once, and would wait for every line of it.
-    __device__ __forceinline__ void store_floats(
-        const RowResult<Params>& result, bool has_row, int half_idx) const {
-        if (!has_row || result.at.q_row < 0) {
-            return;
-        }
-        float* to = reinterpret_cast<float*>(p.o + p.o_rows.offset(result.at)) + lane_idx % 4 * 2;
-#pragma unroll
-        for (int tile = 0; tile < Cta::State::O_VALUES / 4; ++tile) {
-            const float* pair = &state.o[tile][2 * half_idx];
-            if (tile * 8 < p.head_dim_vo) {
-                *reinterpret_cast<float2*>(to + tile * 8) = make_float2(
-                    fmaf(pair[0], result.factor, 0.0f), fmaf(pair[1], result.factor, 0.0f));
-            }
-        }
     }
 
     // What comes with the keys of a step.
