@@ -118,7 +118,7 @@ def test_many_calls_that_need_scratch_are_captured_in_one_graph(rng):
         packed = [mask.pack() for mask in masks]
         starts = [PackedMask(p.data, p.qo_indptr, p.kv_indptr).indptr for p in packed]
         grown.append(pool.total_bytes() - held)
-        return [p.data for p in packed], starts, packbits(columns)
+        return packed, starts, packbits(columns)
 
     def ready():
         for cache, first in zip(caches, pages, strict=True):
@@ -139,9 +139,9 @@ def test_many_calls_that_need_scratch_are_captured_in_one_graph(rng):
         want[[6, 7]] = want[[7, 6]]
         assert_same_bits(cache.data, want)
     packed, starts, of_columns = results
-    for data, start, x in zip(packed, starts, bits, strict=True):
+    for mask, start, x in zip(packed, starts, bits, strict=True):
         segments = [np.packbits(part, bitorder="little") for part in (x[:60], x[60:])]
         assert to_numpy(start).tolist() == [0, 8, 26]
-        assert_same_bits(data[:26], np.concatenate(segments))
+        assert_same_bits(mask.data[:26], np.concatenate(segments))
     want = np.packbits(bits.reshape(200, 3)[:, ::2], bitorder="little")
     assert_same_bits(of_columns, want)
