@@ -133,8 +133,7 @@ __device__ __forceinline__ void append_array(
 // so 7 CTAs; asked for 7 it spills, and so it does for conversions, and on sm_100a, unless asked for
 // fewer.
 template <typename FROM, typename K_TO, typename V_TO>
-constexpr int MIN_CTAS =
-    is_same<FROM, K_TO> && is_same<FROM, V_TO> && __CUDA_ARCH__ < 1000 ? 0 : 5;
+constexpr int MIN_CTAS = is_same<FROM, K_TO> && is_same<FROM, V_TO> && __CUDA_ARCH__ < 1000 ? 0 : 5;
 
 template <typename FROM, typename K_TO, typename V_TO, int VEC>
 __global__ void __launch_bounds__(256 + WARP_SIZE, (MIN_CTAS<FROM, K_TO, V_TO>))
