@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(256) copy_pages(const __grid_constant__ CopyPa
             store_vec(p.to_scratch ? in_scratch(place) : in_cache(place), x);
         }
     };
-    move_rows<Bytes>(p.rows, range.num, blockDim.x, load, [] {}, store);
+    move_rows<Bytes>(p.rows, range.num, load, store);
 }
 
 }  // namespace cukv

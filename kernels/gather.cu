@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(256) gather(const __grid_constant__ GatherPara
             row + place.offset<TO, VEC>(p.rows.head_stride),
             convert<FROM, TO, VEC>(x, [=](float value) { return value * scale; }));
     };
-    move_rows<Vec<FROM, VEC>>(p.rows, range.num, blockDim.x, load, [] {}, store);
+    move_rows<Vec<FROM, VEC>>(p.rows, range.num, load, store);
 }
 
 }  // namespace cukv

@@ -116,6 +116,25 @@ def test_batches_beside_the_number_of_parts(heads, num, rng):
 
 
 @pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("first", [-8192.0, -16384.0])
+def test_equal_scores_weigh_the_same_however_large_they_are(xp, heads, first):
+    """Scores of -1e8 are rounded to base 2. Those of the first tile may be far below the others."""
+    num_pages, page_size = 8, 64
+    ckv = np.repeat(np.arange(num_pages), page_size * 512).reshape(num_pages, page_size, 512)
+    kpe = np.zeros((num_pages, page_size, 64))
+    kpe[..., 0] = -8192
+    kpe[0, :, 0] = first
+    cache = MLAPagedCache((on(xp, ckv.astype(BF16)), on(xp, kpe.astype(BF16))))
+    table = PageTable.from_seq_lens([num_pages * page_size], page_size, xp=xp)
+    q_nope, q_pe = np.zeros((1, heads, 512), BF16), np.zeros((1, heads, 64), BF16)
+    q_pe[..., 0] = 12288
+    o, lse = cache.decode(on(xp, q_nope), on(xp, q_pe), table, sm_scale=1.0, return_lse=True)
+    seen = np.arange(num_pages)[int(first < -8192) :]
+    assert_close(o, np.full((1, heads, 512), seen.mean()), ATTENTION["bfloat16"], scale=seen.max())
+    assert_close(lse, np.full((1, heads), -8192 * 12288 * np.log2(np.e)), LSE)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("sm_scale", [0.0, -0.07, 3.0])
 def test_any_scale_of_the_logits(xp, heads, sm_scale, rng):
     case = MLACase((200, 33, 0), 64, dtype="float16")

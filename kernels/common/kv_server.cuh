@@ -34,7 +34,7 @@ struct ItemDealer {
             num_items = max(num_items, work.part_end[part]);
         }
         num_items = __reduce_max_sync(0xffffffffu, num_items);
-        // No more tiles than parts, and a CTA for every part.
+        // About as many tiles as parts or fewer, and a CTA for every part.
         const bool few = num_items <= 2 * work.num_parts;
         if (even && few && work.num_parts * work.num_kv_heads <= gridDim.x) {
             head = blockIdx.x % work.num_kv_heads;

@@ -96,6 +96,7 @@ struct LatentConsumer : LatentWeights {
     __device__ __forceinline__ void send() {
         const int lane_idx = threadIdx.x % WARP_SIZE;
         const int to_row = threadIdx.x / WARP_SIZE % 4 * 16 + lane_idx % 16;
+        bar_sync(2 + group, NUM_CONSUMERS / 2);  // all four warps' scores have read what they cover
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32_t pairs[4] = {

@@ -27,14 +27,12 @@ struct LatentWeights {
         bool rises = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+            most[h] = NO_KEY;
 #pragma unroll
             for (int i = 2 * h; i < 32; i += 4) {
-                s[i] = fmaf(s[i], unit, -base(m[h]));
-                s[i + 1] = fmaf(s[i + 1], unit, -base(m[h]));
-                const float larger = fmaxf(s[i], s[i + 1]);
-                most[h] = i < 4 ? larger : fmaxf(most[h], larger);
+                most[h] = fmaxf(most[h], fmaxf(s[i], s[i + 1]));
             }
-            rises = rises || most[h] > limit(h);
+            rises = rises || exponent(most[h], h) > limit(h);
             factor[h] = 1.0f;
         }
         if (__any_sync(0xffffffffu, rises)) {
@@ -43,33 +41,32 @@ struct LatentWeights {
         float sums[2] = {};
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            s[i] = ex2(s[i]);
+            s[i] = ex2(exponent(s[i], i / 2 % 2));
             sums[i / 2 % 2] += s[i];
         }
         d[0] += sums[0];
         d[1] += sums[1];
     }
 
+    // Of a score's weight. Rounded once, whatever made the maximum rise: equal scores of different
+    // tiles have equal weights, however large they are.
+    __device__ __forceinline__ float exponent(float score, int h) const {
+        return fmaf(score, unit, -base(m[h]));
+    }
+
     // What exponents may be before the maximum rises.
     __device__ __forceinline__ float limit(int h) const { return m[h] > NO_KEY ? LAZY : NO_KEY; }
 
-    // Makes exponents relative to the new maxima, given each lane's largest exponents.
+    // Raises the maxima of rows that have a score too far above, given their lanes' largest scores.
     __device__ __forceinline__ void rise(const float (&most)[2]) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float largest = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 1));
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-            const bool rises = largest > limit(h);
-            const float rest = rises ? largest : 0.0f;
             const float old = m[h];
-            m[h] = rises ? base(old) + rest : old;
+            m[h] = exponent(largest, h) > limit(h) ? __fmul_rn(largest, unit) : old;
             factor[h] = ex2(old - base(m[h]));
             d[h] *= factor[h];
-#pragma unroll
-            for (int i = 2 * h; i < 32; i += 4) {
-                s[i] -= rest;
-                s[i + 1] -= rest;
-            }
         }
     }
 };

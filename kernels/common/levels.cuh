@@ -10,7 +10,7 @@
 namespace cukv {
 
 struct Levels {
-    const int32_t* q_rows;  // [num_levels, num_rows] row of q that each row is; null: itself
+    const int32_t* q_rows;  // [levels, num_rows] row of q that each row is; null: itself
     const int32_t* o_rows;  // the same of o and lse, negative: of none; null: itself
     const float* o;         // [num_levels, num_rows, num_qo_heads, head_dim_vo]; null: no states
     const float* lse;       // [num_levels, num_rows, num_qo_heads] base 2, -inf where o is nothing

@@ -52,25 +52,20 @@ struct Place {
     }
 };
 
-// Moves the CTA's rows by its first num_threads threads: value = load(place), then store(place,
-// value), with the next load on its way before a store. `between` runs once in every thread after
-// its first load was issued.
-//
-// More loads in flight per thread are slower, not faster: they spread the SMs over more DRAM pages
-// than stay open (64 K rows of 4 KB on an H200: 134 us with 1 ahead, 138 with 8).
-template <typename Value, typename Load, typename Between, typename Store>
-__device__ __forceinline__ void move_rows(
-    const Rows& rows, int num_rows, int num_threads, Load load, Between between, Store store) {
+// Moves the CTA's rows: value = load(place), then store(place, value), with the next load on its way
+// before a store. More of them are slower, not faster: they spread the SMs over more DRAM pages than
+// stay open.
+template <typename Value, typename Load, typename Store>
+__device__ __forceinline__ void move_rows(const Rows& rows, int num_rows, Load load, Store store) {
     const uint32_t num_vecs = num_rows * rows.columns.divisor;
     uint32_t vec_idx = threadIdx.x;
     Value now, next;
     if (vec_idx < num_vecs) {
         now = load(Place(rows, vec_idx));
     }
-    between();
 #pragma unroll 1
     while (vec_idx < num_vecs) {
-        const uint32_t next_idx = vec_idx + num_threads;
+        const uint32_t next_idx = vec_idx + blockDim.x;
         if (next_idx < num_vecs) {
             next = load(Place(rows, next_idx));
         }

@@ -81,7 +81,7 @@ struct WarpgroupState {
         weigh_by<KEYS>(base, scale);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float fade = ex2(rows.m[h] * scale - base[h]);
+            const float fade = ex2(__fmul_rn(rows.m[h], scale) - base[h]);
             rows.d[h] = rows.d[h] * fade + step_sum[h];
             rows.m[h] = step_m[h];
             factor[h] = fade;
@@ -103,7 +103,8 @@ struct WarpgroupState {
         bool fits = true;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            fits = fits && (step_m[h] - rows.m[h]) * scale <= MOST;
+            // A row of NaNs, which may lie behind the item's own, asks for nothing.
+            fits = fits && !((step_m[h] - rows.m[h]) * scale > MOST);
         }
         if (__any_sync(0xffffffffu, !fits)) {
             rescore(s);
@@ -111,7 +112,7 @@ struct WarpgroupState {
             weigh_by<TOKENS>(base, scale);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float fade = ex2((rows.m[h] - step_m[h]) * scale);
+                const float fade = ex2(__fmul_rn(rows.m[h], scale) - base[h]);
                 rows.d[h] *= fade;
                 rows.m[h] = step_m[h];
 #pragma unroll

@@ -6,7 +6,8 @@
 //   part   items [part_begin[g], part_end[g]): those of the g-th CTA of each KV head
 //
 // A tile of one item is finished where it is computed. Of a tile of several, each item leaves its
-// state in a slot, and whoever takes the last ticket merges the slots in the order of the keys.
+// state in a slot, and whoever takes the last ticket merges the slots in the order of the keys; but
+// items of what a cascade's leaves share leave their states to the leaves (common/levels.cuh).
 #pragma once
 #include "common/mask.cuh"
 #include "common/paged.cuh"
@@ -69,7 +70,8 @@ struct WorkList {
     int32_t* part_end;    // [num_parts]; no more than part_begin where a part has no items
     int32_t* tickets;     // [max_slots + 2, num_kv_heads], zero: of slots, and behind them counters
     float* states;        // [max_slots, num_kv_heads, rows_per_tile, 2] maximum and denominator
-    float* sums;          // [max_slots, num_kv_heads, rows_per_tile, head_dim_vo] weighted sums
+    float* sums;          // [max_slots, num_kv_heads, rows_per_tile, head_dim_vo] weighted sums;
+                          // of latent rows in half of that room (common/latent_slots.cuh)
     int32_t max_items;
     int32_t max_slots;
     int32_t num_parts;
