@@ -130,7 +130,7 @@ __device__ __forceinline__ void append_array(
 }
 
 // CTAs per SM that registers must allow. For copies 0, the compiler's choice, is 32 registers, and
-// so 7 CTAs; asked for 7 it spills, and so it does for conversions, and on sm_100a, unless asked for
+// so 7 CTAs; asked for 7 it spills. So it does for conversions, and for sm_100a, unless asked for
 // fewer.
 template <typename FROM, typename K_TO, typename V_TO>
 constexpr int MIN_CTAS = is_same<FROM, K_TO> && is_same<FROM, V_TO> && __CUDA_ARCH__ < 1000 ? 0 : 5;

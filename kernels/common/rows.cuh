@@ -52,9 +52,9 @@ struct Place {
     }
 };
 
-// Moves the CTA's rows: value = load(place), then store(place, value), with the next load on its way
-// before a store. More of them are slower, not faster: they spread the SMs over more DRAM pages than
-// stay open.
+// Moves the CTA's rows: value = load(place), then store(place, value), with the next load on its
+// way before a store. More of them are slower, not faster: they spread the SMs over more DRAM pages
+// than stay open.
 template <typename Value, typename Load, typename Store>
 __device__ __forceinline__ void move_rows(const Rows& rows, int num_rows, Load load, Store store) {
     const uint32_t num_vecs = num_rows * rows.columns.divisor;

@@ -1,8 +1,8 @@
 // States of a tile of several items, in global memory until the last item's CTA merges them.
 //
 // A slot is the state of one item and KV head: [rows, 2] maximum and denominator, and [rows,
-// head_dim] sums, which common/latent_slots.cuh lays out otherwise. A tile's slots are merged in the order of its keys, so that a result does not
-// depend on which CTA comes last.
+// head_dim] sums, which common/latent_slots.cuh lays out otherwise. A tile's slots are merged in
+// the order of its keys, so that a result does not depend on which CTA comes last.
 #pragma once
 #include "common/softmax.cuh"
 #include "common/work.cuh"
