@@ -119,9 +119,10 @@ def values(array: Array) -> np.ndarray[Any, Any]:
 
 def narrow(op: str, found: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Give int64 values in a narrower dtype, or raise if they do not fit."""
-    large = np.flatnonzero(found > np.iinfo(dtype).max)
-    if len(large):
-        i = int(large[0])
+    limits = np.iinfo(dtype)
+    beyond = np.flatnonzero((found > limits.max) | (found < limits.min))
+    if len(beyond):
+        i = int(beyond[0])
         raise ValueError(f"{op}: entry {i} is {found[i]}, which {dtype.name} does not hold")
     return found.astype(dtype)
 

@@ -20,7 +20,7 @@ from cukv._attention import (
     run_on_host,
 )
 from cukv._cascade import CascadeCall, attend_cascade, plan_cascade
-from cukv._check import check_indptr, match, match_index, values
+from cukv._check import check_indptr, match, match_index, narrow, values
 from cukv._index import as_index
 from cukv._noun import Noun
 from cukv._plan import Plan
@@ -181,9 +181,10 @@ class CascadeLevels(Noun):
         flat_rows = as_index(op, "qo_indptr", given, table.indptr)
         home(op, table=table.indptr, qo_indptr=flat_rows)
         match_index(op, "qo_indptr", flat_rows, table.batch_size + 1)
+        given_rows = values(flat_rows)
+        check_indptr(op, "qo_indptr", given_rows, _MAX_ROWS, "rows")
+        host_rows = narrow(f"{op}: qo_indptr", given_rows, table.indptr.dtype)
         flat_rows = converted(flat_rows, table.indptr.dtype)
-        host_rows = flat_rows if isinstance(flat_rows, np.ndarray) else flat_rows.get()
-        check_indptr(op, "qo_indptr", values(host_rows), _MAX_ROWS, "rows")
         page_bytes = table.page_size * bytes_per_token
         found = shared_levels(table.to_host(), host_rows, page_bytes, min_saved_bytes)
         if found is None:

@@ -19,6 +19,7 @@ from cukv._check import (
     match_index,
     match_rows,
     match_writable,
+    narrow,
     values,
 )
 from cukv._index import (
@@ -131,6 +132,14 @@ def test_an_indptr_starts_at_zero_never_falls_and_ends_inside():
     ):
         with pytest.raises(ValueError, match=r"^op: " + message):
             check_indptr("op", "indptr", np.array(bad, np.int64), 5, "rows")
+
+
+@pytest.mark.parametrize("beyond", [2**31, -(2**31) - 1, 2**32, -(2**32)])
+def test_values_that_a_narrower_dtype_does_not_hold_are_refused_not_cut(beyond):
+    held = np.array([0, 2**31 - 1, -(2**31)])
+    assert narrow("op", held, np.dtype(np.int32)).tolist() == held.tolist()
+    with pytest.raises(ValueError, match=f"op: entry 3 is {beyond}, which int32 does not hold"):
+        narrow("op", np.append(held, beyond), np.dtype(np.int32))
 
 
 def test_values_of_an_index_array_are_int64(xp):
