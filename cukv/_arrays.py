@@ -172,8 +172,8 @@ def read_only_reason(x: Any) -> str | None:
         return None if x.flags.writeable else "a read-only NumPy array"
     if _is_of_jax(x):
         return "a jax.Array, which is immutable: use the function of the same name in cukv.jax"
-    if hasattr(x, "__dlpack_device__") and _from_dlpack(x)[1]:
-        return "exported read-only by its producer"
+    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in _CUDA_DEVICES:
+        return "exported read-only by its producer" if _from_dlpack(x)[1] else None
     return None
 
 

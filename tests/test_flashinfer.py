@@ -1,5 +1,6 @@
 """FlashInfer's names: each against the definitions, on NumPy arrays, and in torch on a GPU."""
 
+import functools
 import importlib
 import inspect
 import warnings
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import MLACase, PagedCase, fake_cupy, random_rows
+from fake_gpus import FakeGpus
 from tolerances import ATTENTION, LSE, MERGE, assert_close, assert_same_bits, max_abs
 
 from cukv import flashinfer, reference
@@ -31,6 +33,37 @@ class OnCpu:
 
     def __dlpack_device__(self):
         return self._array.__dlpack_device__()
+
+
+class JaxArray:
+    """An array of JAX on a GPU, as far as its module says: nothing but DLPack."""
+
+    __module__ = "jaxlib._jax"
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def repeated(array):
+    """Give a view whose first axis repeats its first entry, which NumPy lets be written."""
+    return np.lib.stride_tricks.as_strided(array, array.shape, (0, *array.strides[1:]))
+
+
+# What must not be written, made of an array that may be: the error, and what it says.
+NO_TARGETS = [
+    (lambda x: JaxArray(), TypeError, "{} is a jax.Array.*cukv.jax"),
+    (lambda x: x.tolist(), TypeError, "{} must be a CuPy, NumPy or DLPack array"),
+    (lambda x: read_only(x.copy()), TypeError, "{} is a read-only NumPy array"),
+    (lambda x: repeated(x.copy()), ValueError, "{} is written and must not repeat memory"),
+]
+no_targets = pytest.mark.parametrize(
+    ("spoilt", "error", "match"), NO_TARGETS, ids=["jax", "list", "read-only", "repeated"]
+)
 
 
 def csr(arrays):
@@ -188,6 +221,21 @@ def test_positions_are_written_to_the_arrays_given():
     assert got[0] is batch
     assert batch.tolist() == [0, 0, 1, -1]
     assert positions.tolist() == [3, 4, 0, 0]
+    wide = np.full(4, 9), np.full(4, 9)
+    flashinfer.get_batch_indices_positions(indptr, lens, 4, *(OnCpu(x) for x in wide))
+    assert [x.tolist() for x in wide] == [batch.tolist(), positions.tolist()]
+
+
+@pytest.mark.parametrize("name", ["batch_indices", "positions"])
+@no_targets
+def test_positions_go_nowhere_if_one_array_must_not_be_written(name, spoilt, error, match):
+    indptr, lens = np.array([0, 2, 3], np.int32), np.array([5, 1], np.int32)
+    kept = {name: np.full(4, 9, np.int32) for name in ("batch_indices", "positions")}
+    with pytest.raises(error, match=match.format(name)):
+        flashinfer.get_batch_indices_positions(
+            indptr, lens, 4, **(kept | {name: spoilt(kept[name])})
+        )
+    assert all((x == 9).all() for x in kept.values())
 
 
 # Bits and states
@@ -238,6 +286,29 @@ def test_states_merge_in_place_where_the_mask_says_so(dtype, rng):
     assert_same_bits(s, merged[1].astype(dtype))
 
 
+@pytest.mark.parametrize("mask", [None, np.ones(5, bool)], ids=["all", "masked"])
+@pytest.mark.parametrize("name", ["v", "s"])
+@no_targets
+def test_states_merge_nowhere_if_one_array_must_not_be_written(
+    name, spoilt, error, match, mask, rng, monkeypatch
+):
+    o, lse = states(rng, 2)
+    kept = {"v": o[:, 0].copy(), "s": lse[:, 0].copy()}
+    before = {name: x.copy() for name, x in kept.items()}
+    given = kept | {name: spoilt(kept[name])}
+    message = f"merge_state_in_place: {match.format(name)}"
+    with FakeGpus(monkeypatch, "90"), pytest.raises(error, match=message):
+        flashinfer.merge_state_in_place(given["v"], given["s"], o[:, 1], lse[:, 1], mask)
+    for name, x in kept.items():
+        assert_same_bits(x, before[name])
+
+
+def test_an_lse_that_is_written_holds_floats(rng):
+    o, lse = states(rng, 2)
+    with pytest.raises(TypeError, match=r"in_place: s must be .*float32.*, got int32"):
+        flashinfer.merge_state_in_place(o[:, 0], np.zeros((5, 3), "i4"), o[:, 1], lse[:, 1])
+
+
 # Decode
 
 
@@ -269,6 +340,19 @@ def test_results_go_where_they_are_asked_for(rng):
     assert got[1] is lse
     assert_attends((out, lse), paged(CASE, arrays, q, np.arange(6)), arrays.v)
     assert wrapper.run(q, arrays.data).dtype == np.float32
+
+
+@no_targets
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_results_go_nowhere_if_one_must_not_be_written(name, spoilt, error, match, rng):
+    arrays = CASE.arrays(rng)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*csr(arrays), 4, 2, 64, 16)
+    kept = {"out": np.full((5, 4, 64), 7, np.float16), "lse": np.full((5, 4), 7, np.float32)}
+    given = kept | {name: spoilt(kept[name])}
+    with pytest.raises(error, match=f"{wrapper._op}.run: {match.format(name)}"):
+        wrapper.run(CASE.queries(rng, 5, 4), arrays.data, **given)
+    assert all((x == 7).all() for x in kept.values())
 
 
 def test_several_rows_of_a_request_decode_causally(rng):
@@ -392,6 +476,49 @@ def test_the_lse_comes_in_the_base_and_layout_asked_for(rng):
         wrapper.run(q, arrays.data, lse_base="e")
 
 
+LSE_FORMS = [{"lse_base": "ln"}, {"lse_layout": "HN"}, {"lse_base": "ln", "lse_layout": "HN"}]
+WRONG_LSES = [
+    (lambda shape: np.empty((3, *shape), np.float32), ValueError, r"lse must be \[.*rows=11.*\]"),
+    (lambda shape: np.empty(shape[::-1], np.float32), ValueError, r"lse must be \[.*rows=11.*\]"),
+    (lambda shape: np.empty(shape, np.float16), TypeError, "lse must be float32"),
+    (lambda shape: np.empty(shape, np.int32), TypeError, "lse must be float32"),
+    (lambda shape: read_only(np.empty(shape, np.float32)), TypeError, "lse is a read-only"),
+    (lambda shape: fake_cupy(shape, "float32"), TypeError, "q is in NumPy but lse is on the GPU"),
+]
+
+
+def paged_run(rng):
+    arrays = CASE.arrays(rng)
+    run = prefill_wrapper(CASE, arrays).run
+    return functools.partial(run, CASE.queries(rng, 11, 4), arrays.data), 64, LSE_FORMS
+
+
+def latent_run(rng):
+    case = MLACase((20, 5, 9), page_size=16, form="pair")
+    arrays = case.arrays(rng)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    rows = np.array([0, 3, 4, 11])
+    table = arrays.indptr, arrays.indices, np.array(case.kv_lens, np.int32)
+    wrapper.plan(rows, *table, 4, 512, 64, 16, False, 0.1, "float16", "float16")
+    q = [random_rows(rng, (11, 4, n), "float16") for n in (512, 64)]
+    run = functools.partial(wrapper.run, *q, *arrays.data)
+    return run, 512, [{"return_lse_base_on_e": True}]
+
+
+@pytest.mark.parametrize("made", [paged_run, latent_run], ids=["paged", "latent"])
+@pytest.mark.parametrize(("wrong", "error", "match"), WRONG_LSES)
+def test_an_lse_of_another_form_is_checked_before_anything_is_written(
+    made, wrong, error, match, rng
+):
+    run, head_dim, forms = made(rng)
+    for form in forms:
+        out = np.full((11, 4, head_dim), 7, np.float16)
+        lse = wrong((4, 11) if "lse_layout" in form else (11, 4))
+        with pytest.raises(error, match=match):
+            run(out=out, lse=lse, return_lse=True, **form)
+        assert (out == 7).all()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_ragged_prefill_attends_as_defined(masked, rng):
     kv_indptr = np.array([0, 45, 45, 53, 78, 100], np.int32)
@@ -504,6 +631,26 @@ def test_a_graph_of_decode_reads_fixed_buffers(rng):
             wrapper.plan(*table, 4, 2, 64, 16)
     for buffer, was in zip(buffers, before, strict=True):
         assert_same_bits(buffer, was)
+
+
+@pytest.mark.parametrize("far", [2**32, -(2**32)])
+@pytest.mark.parametrize("number", range(3))
+def test_a_buffer_holds_what_is_planned_or_is_left_as_it_is(number, far):
+    buffers = np.full(3, 9, np.int32), np.full(5, 9, np.int32), np.full(2, 9, np.int32)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers)
+    given = [np.array(x) for x in ([0, 1, 2], [3, 1], [4, 4])]
+    given[number][1] += far
+    with pytest.raises(ValueError, match=r"plan: paged_kv_\w+_buffer: entry 1 is .* int32"):
+        wrapper.plan(*given, 4, 2, 64, 16)
+    assert all((x == 9).all() for x in buffers)
+
+
+@no_targets
+def test_a_graph_has_buffers_that_can_be_written(spoilt, error, match):
+    buffers = [np.zeros(n, np.int32) for n in (3, 5, 2)]
+    buffers[1] = spoilt(buffers[1])
+    with pytest.raises(error, match=match.format("paged_kv_indices_buffer")):
+        flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers)
 
 
 def test_a_graph_of_masked_prefill_reads_fixed_buffers(rng):

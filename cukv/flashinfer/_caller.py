@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import cupy as cp
 import numpy as np
 
-from cukv._arrays import Array, as_array, as_dtype, to_dlpack, to_home
+from cukv._arrays import Array, as_array, as_dtype, read_only_reason, to_dlpack, to_home
+from cukv._check import match_writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,11 +48,33 @@ def index(op: str, name: str, x: Any, like: Array) -> Array:
     """Give an index array in the home of ``like``; one in CPU memory is copied there."""
     if isinstance(x, (list, tuple, range)):
         x = np.asarray(x, np.int32)
-    elif hasattr(x, "__dlpack_device__") and not isinstance(x, (cp.ndarray, np.ndarray)):
-        on_cpu = x.__dlpack_device__()[0] in _CPU_DEVICES
-        x = np.from_dlpack(detached(x)) if on_cpu else as_array(op, name, detached(x))
-    x = as_array(op, name, x)
+    elif _is_in_cpu_memory(x):
+        x = np.from_dlpack(detached(x))
+    x = as_array(op, name, detached(x))
     return to_home(x, like) if isinstance(x, np.ndarray) else x
+
+
+def target(op: str, name: str, x: Any, like: Array | None = None) -> Array:
+    """Give an array to be written as one over the same memory, or raise if it must not be.
+
+    Beside a NumPy array ``like`` those of other libraries may be in CPU memory.
+    """
+    x = detached(x)
+    if isinstance(like, np.ndarray) and framework(x) != "jax" and _is_in_cpu_memory(x):
+        x = np.from_dlpack(x)
+    # torch exports nothing read-only: its tensors need not be imported twice.
+    if framework(x) != "torch" and (reason := read_only_reason(x)) is not None:
+        raise TypeError(f"{op}: {name} is {reason}")
+    array = as_array(op, name, x)
+    match_writable(op, name, array)
+    return array
+
+
+def _is_in_cpu_memory(x: Any) -> bool:
+    """Tell whether ``x`` is an array of another library, in memory that NumPy can read."""
+    if isinstance(x, (cp.ndarray, np.ndarray)) or not hasattr(x, "__dlpack_device__"):
+        return False
+    return x.__dlpack_device__()[0] in _CPU_DEVICES
 
 
 def dtype_of(op: str, name: str, dtype: Any) -> np.dtype[Any]:

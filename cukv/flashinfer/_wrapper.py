@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cupy as cp
 import numpy as np
 
-from cukv._arrays import Array, empty, home
-from cukv._check import match_index
+from cukv._arrays import FLOAT32, Array, empty, home
+from cukv._check import match, match_aligned, match_dtype, match_index, narrow, values
 from cukv.flashinfer._caller import (
     data,
     detached,
@@ -26,6 +26,7 @@ from cukv.flashinfer._caller import (
     give_back,
     index,
     scale_or_one,
+    target,
     working_for,
 )
 from cukv.ragged import check_layout
@@ -114,6 +115,15 @@ class LseForm(NamedTuple):
             raise ValueError(f'{op}: lse_layout must be "NH" or "HN", got {lse_layout!r}')
         return cls(lse_base == "ln", lse_layout == "HN")
 
+    def check(self, op: str, q: Array, lse: Array) -> None:
+        """Raise unless log-sum-exps of ``q`` fit an array in this form, before work is done."""
+        rows, heads = ("rows", q.shape[0]), ("num_qo_heads", q.shape[1])
+        shape: dict[str, int | None] = dict((heads, rows) if self.heads_first else (rows, heads))
+        home(op, q=q, lse=lse)
+        match(op, "lse", lse, tuple(shape), shape)
+        match_dtype(op, "lse", lse, FLOAT32)
+        match_aligned(op, "lse", lse)
+
 
 def new_output(op: str, q: Array, head_dim_vo: int, dtype: np.dtype[Any]) -> Array:
     """Allocate an output of another dtype than that of q."""
@@ -162,7 +172,8 @@ class Wrapper:
             self._like = data(self._op, "float_workspace_buffer", float_workspace_buffer)
             for name, given in buffers.items():
                 if given is not None:
-                    self._buffers[name] = data(self._op, name, given)
+                    take = target if use_cuda_graph else data  # a graph's are written
+                    self._buffers[name] = take(self._op, name, given)
                     home(self._op, workspace=self._like, **{name: self._buffers[name]})
                 elif use_cuda_graph and name not in optional:
                     raise ValueError(f"{self._op}: use_cuda_graph=True needs {name}")
@@ -186,7 +197,8 @@ class Wrapper:
         """Give the index arrays of a step: themselves, or the buffers that they were copied into.
 
         ``given`` has them by the names of their buffers. Page ids may be fewer than their buffer
-        holds; all else fills it. Nothing is copied if one does not fit.
+        holds; all else fills it. Nothing is copied if one does not fit, nor in NumPy a value; on
+        the device values are not read, and those that the buffer's dtype does not hold are cut.
         """
         arrays = {buffer: index(op, buffer, x, self._like) for buffer, x in given.items()}
         home(op, workspace=self._like, **arrays)
@@ -195,12 +207,15 @@ class Wrapper:
         if not self._use_cuda_graph:
             return list(arrays.values())
         targets = [self._buffers[buffer] for buffer in arrays]
-        for (buffer, array), target in zip(arrays.items(), targets, strict=True):
-            size, room = len(array), len(target)
+        for (buffer, array), held in zip(arrays.items(), targets, strict=True):
+            match_index(op, buffer, held)
+            size, room = len(array), len(held)
             if size > room or (size < room and "indices" not in buffer):
                 raise ValueError(f"{op}: {buffer} holds [{room}], what is planned is [{size}]")
-        for array, target in zip(arrays.values(), targets, strict=True):
-            target[: len(array)] = array
+            if isinstance(array, np.ndarray):
+                narrow(f"{op}: {buffer}", values(array), held.dtype)
+        for array, held in zip(arrays.values(), targets, strict=True):
+            held[: len(array)] = array
         return targets
 
     @contextlib.contextmanager
@@ -280,11 +295,13 @@ class Wrapper:
         plan = self._step.plans.get(key)
         if plan is None:
             plan = self._step.plans[key] = make_plan()
-        o = None if out is None else data(op, "out", out)
+        o = None if out is None else target(op, "out", out)
         if o is None and options.o_data_type is not None:
             o = new_output(op, q, options.head_dim_vo, options.o_data_type)
-        s = None if lse is None else data(op, "lse", lse)
+        s = None if lse is None else target(op, "lse", lse)
         as_it_is = form == LseForm()
+        if s is not None and not as_it_is:
+            form.check(op, q, s)
         found = attend(plan, out=o, lse=s if as_it_is else None, return_lse=True)
         if not as_it_is:
             own = found[1]
@@ -293,7 +310,6 @@ class Wrapper:
             if form.heads_first:
                 own = own.T
             if s is not None:
-                home(op, q=q, lse=s)
                 s[...] = own
             found = (found[0], own)
         o_back = give_back(caller, found[0]) if out is None else out

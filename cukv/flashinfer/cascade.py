@@ -8,14 +8,16 @@ import cupy as cp
 import numpy as np
 
 from cukv import merge as _merge
-from cukv._arrays import Array, home
-from cukv._check import match
+from cukv._arrays import FLOAT32, Array, converted, home
+from cukv._check import match, match_aligned, match_dtype
+from cukv._specialisations import STATE_DTYPES
 from cukv.cascade import CascadeLevels
 from cukv.flashinfer._caller import (
     data,
     give_back,
     refuse,
     refuse_positions,
+    target,
     working_for,
 )
 from cukv.flashinfer._wrapper import Options, Wrapper
@@ -45,16 +47,20 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
 
 
 def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
-    """Merge another state into ``v`` and ``s``, whatever the dtype of ``s``.
+    """Merge another state into ``v`` and ``s``, which may be of any of the floats of states.
 
     Rows where ``mask``, bool ``[n]``, is False stay as they are.
     """
     op = "merge_state_in_place"
     with working_for(v):
-        target_v, target_s = data(op, "v", v), data(op, "s", s)
+        # Neither is written where the other must not be.
+        target_v, target_s = target(op, "v", v), target(op, "s", s)
+        extra = (np.dtype(np.float64),) if isinstance(target_s, np.ndarray) else ()
+        match_dtype(op, "s", target_s, *STATE_DTYPES, *extra)
+        match_aligned(op, "s", target_s)
         merged_v, merged_s = _merge.merge_state(
             target_v,
-            _lse(op, "s", s),
+            converted(target_s, FLOAT32),
             data(op, "v_other", v_other),
             _lse(op, "s_other", s_other),
         )
@@ -82,7 +88,7 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
 
 
 def _lse(op: str, name: str, s: Any) -> Array:
-    return data(op, name, s).astype(np.float32, copy=False)
+    return converted(data(op, name, s), FLOAT32)
 
 
 class MultiLevelCascadeAttentionWrapper(Wrapper):

@@ -9,7 +9,7 @@ import numpy as np
 from cukv import positions as _positions
 from cukv._arrays import Array, home
 from cukv._check import match_index, whole_number
-from cukv.flashinfer._caller import data, detached, give_back, index, working_for
+from cukv.flashinfer._caller import data, detached, give_back, index, target, working_for
 from cukv.mla import MLAPagedCache
 from cukv.page_table import PageTable
 from cukv.paged import PagedKVCache
@@ -45,12 +45,12 @@ def get_batch_indices_positions(
             batch_indices, positions = give_back(append_indptr, *found)
             return batch_indices, positions
         given = {"batch_indices": batch_indices, "positions": positions}
-        targets = {name: index(op, name, x, like) for name, x in given.items()}
+        targets = {name: target(op, name, x, like) for name, x in given.items()}
         home(op, append_indptr=indptr, **targets)
-        for name, target in targets.items():
-            match_index(op, name, target, nnz)
-        for target, rows in zip(targets.values(), found, strict=True):
-            target[...] = rows
+        for name, array in targets.items():
+            match_index(op, name, array, nnz)
+        for array, rows in zip(targets.values(), found, strict=True):
+            array[...] = rows
     return batch_indices, positions
 
 
