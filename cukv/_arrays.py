@@ -38,6 +38,9 @@ _EXPORT_CODES = {BFLOAT16: _BFLOAT, FLOAT8_E4M3: 10, FLOAT8_E5M2: 12}
 _FLAGS_OFFSET, _VERSIONED_TENSOR_OFFSET, _CODE_OFFSET = 24, 32, 20
 _READ_ONLY = 1
 
+# Names of a stream of whichever device is current: the default, cudaStreamLegacy and -PerThread.
+_NULL_STREAMS = (0, 1, 2)
+
 
 class CudaUnavailableError(RuntimeError):
     """A kernel is needed and there is no NVIDIA GPU with a driver."""
@@ -153,7 +156,11 @@ def converted(array: Array, dtype: np.dtype[Any]) -> Array:
 
 def is_capturing(device: int) -> bool:
     """Tell whether launches on a device are being captured into a graph: by its current stream."""
-    return bool(cp.cuda.get_current_stream(device).is_capturing())
+    stream = cp.cuda.get_current_stream(device)
+    if stream.ptr in _NULL_STREAMS and cp.cuda.runtime.getDevice() != device:
+        with cp.cuda.Device(device):
+            return bool(stream.is_capturing())
+    return bool(stream.is_capturing())
 
 
 def to_home(host: np.ndarray[Any, Any], like: Array | None) -> Array:

@@ -24,20 +24,20 @@ def allocate_scratch(op: str, shape: tuple[int, ...], dtype: np.dtype[Any], like
     """Allocate memory for the launches of one call, which takes scratch once.
 
     Replays of a captured call use its scratch, so that it must not go back to the pool; and it is
-    kept for the life of the process, as nothing tells when a graph is gone. What one capture sees
-    of one stream runs one after the other: those calls share their scratch. It is memory of its
-    own: all that a warm pool holds is left for results, which need no more than they did when they
-    had what scratch gave back. Of launches that are recorded, whoever records them gives the
-    memory.
+    kept for the life of the process, as nothing in CuPy tells when a graph is gone. What one
+    capture sees of one stream runs one after the other: those calls share their scratch. It is
+    memory of its own: all that a warm pool holds is left for results, which need no more than they
+    did when they had what scratch gave back. Of launches that are recorded, whoever records them
+    gives the memory.
     """
     device = like.data.device_id
     if recorder.work is not None or not is_capturing(device):
         return empty(op, shape, dtype, cp, like=like)
     stream = cp.cuda.get_current_stream(device).ptr
     num_bytes = math.prod(shape) * dtype.itemsize
-    kept = _of_captures.setdefault((_capture_id(stream), stream, device), [])
-    if not kept or kept[-1].nbytes < num_bytes:
-        with on_device_of(like):
+    with on_device_of(like):
+        kept = _of_captures.setdefault((_capture_id(stream), stream, device), [])
+        if not kept or kept[-1].nbytes < num_bytes:
             kept.append(_own_memory(num_bytes))
     return kept[-1][:num_bytes].view(dtype).reshape(shape)
 

@@ -175,8 +175,9 @@ class RaggedMask(ArrayNoun):
 
         Notes
         -----
-        Current stream, no synchronisation. Calls captured into a graph keep a few bytes per request
-        for the life of the process. Source: kernels/segment_packbits.cu.
+        Current stream, no synchronisation. Calls captured into a graph share scratch of 8 bytes per
+        request as those of ``PagedKVCache.copy_pages`` do, which is kept for the life of the
+        process. Source: kernels/segment_packbits.cu.
         """
         if self._home() is np:
             self.validate()
@@ -255,7 +256,11 @@ class PackedMask(ArrayNoun):
 
     @property
     def indptr(self) -> Array:
-        """Where each request starts in ``data``, ``[batch_size + 1]``, in bytes."""
+        """Where each request starts in ``data``, ``[batch_size + 1]``, in bytes.
+
+        On a GPU it is worked out at each use, unless it was given, with the scratch of
+        ``RaggedMask.pack``.
+        """
         if (given := given_indptr(self)) is not None:
             return given
         op = "PackedMask.indptr"
@@ -324,7 +329,9 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
 
     Notes
     -----
-    Current stream, no synchronisation. Source: kernels/packbits.cu.
+    Current stream, no synchronisation. The copy of an array that is not contiguous goes to scratch;
+    calls captured into a graph share it as those of ``PagedKVCache.copy_pages`` do, and keep it for
+    the life of the process. Source: kernels/packbits.cu.
     """
     return pack_bits("packbits", x, bitorder)
 

@@ -316,9 +316,10 @@ class PagedKVCache(CacheNoun):
 
         Notes
         -----
-        Current stream, no synchronisation. Pages of K, then of V, go through scratch. What calls
-        captured into a graph use is taken from CuPy's pool once, shared by them, and kept for the
-        life of the process. Source: kernels/copy_pages.cu.
+        Current stream, no synchronisation. Pages of K, then of V, go through scratch. That of calls
+        captured into a graph is allocated outside of CuPy's pool, once for a capture and a stream
+        (again where a later call needs more), shared by the calls there, and kept for the life of
+        the process. Source: kernels/copy_pages.cu.
         """
         self._pages.copy_pages("PagedKVCache.copy_pages", src, dst)
 

@@ -19,7 +19,7 @@ from fake_gpus import FakeGpus
 from tolerances import MERGE, assert_close, assert_same_bits, max_abs, to_numpy
 
 import cukv
-from cukv import _kernels, _noun, flashinfer
+from cukv import _arrays, _kernels, _noun, _scratch, flashinfer
 from cukv._noun import Noun
 
 # Public names that neither launch nor allocate: structure, views, checks and copies on the host.
@@ -451,6 +451,40 @@ def test_a_capture_on_the_arrays_device_is_what_counts(gpus, rng):
     cache.decode(q, table, plan=plan)
     with pytest.raises(ValueError, match="captured into a graph needs plan="):
         cache.decode(q, table)
+    assert gpus.current == 0
+
+
+@pytest.mark.parametrize("name", [0, 1, 2])  # the default stream, the legacy one, a thread's
+def test_a_null_stream_is_that_of_the_arrays_device(name, gpus, monkeypatch):
+    class NullStream:
+        ptr = name
+
+        def is_capturing(self):
+            return gpus.current in gpus.capturing
+
+    monkeypatch.setattr(cp.cuda, "get_current_stream", lambda device: NullStream())
+    gpus.capturing.add(1)
+    assert [_arrays.is_capturing(device) for device in (0, 1)] == [False, True]
+    assert gpus.current == 0
+
+
+def test_scratch_of_a_capture_is_on_the_arrays_device(gpus, rng, monkeypatch):
+    taken, asked = [], []
+
+    def own_memory(num_bytes):
+        taken.append(gpus.current)
+        return cp.empty(num_bytes, np.uint8)
+
+    monkeypatch.setattr(_scratch, "_of_captures", {})
+    monkeypatch.setattr(_scratch, "_own_memory", own_memory)
+    monkeypatch.setattr(_scratch, "_capture_id", lambda stream: asked.append(gpus.current))
+    gpus.capturing.add(1)
+    for call in (copy_pages, pack):
+        _scratch._of_captures.clear()
+        call(functools.partial(fake, 1), rng)
+    assert taken == [1, 1]
+    assert set(asked) == set(gpus.allocated_on) == {1}
+    assert {launch[1:] for launch in gpus.launches} == {(1, 1, 1)}
     assert gpus.current == 0
 
 

@@ -55,14 +55,14 @@ def address(array):
 
 
 def test_calls_of_one_capture_on_one_stream_share_memory(allocate):
-    stream = Stream(1, capture=7)
+    stream = Stream(101, capture=7)
     first, second = allocate(stream, (100,)), allocate(stream, (3, 5), "int32")
     assert address(first) == address(second)
     assert (second.shape, second.dtype) == ((3, 5), np.int32)
 
 
 def test_a_larger_call_gets_memory_of_its_own_and_the_smaller_keeps_its(allocate):
-    stream = Stream(1, capture=7)
+    stream = Stream(101, capture=7)
     small, large, after = (allocate(stream, (n,)) for n in (100, 200, 150))
     assert address(small) != address(large) == address(after)
     kept = [address(x) for arrays in _scratch._of_captures.values() for x in arrays]
@@ -70,12 +70,12 @@ def test_a_larger_call_gets_memory_of_its_own_and_the_smaller_keeps_its(allocate
 
 
 def test_other_captures_and_other_streams_share_nothing(allocate):
-    streams = Stream(1, capture=7), Stream(2, capture=7), Stream(1, capture=8)
+    streams = Stream(101, capture=7), Stream(102, capture=7), Stream(101, capture=8)
     assert len({address(allocate(stream, (100,))) for stream in streams}) == 3
 
 
 def test_what_is_not_captured_is_new_and_not_kept(allocate):
-    eager, captured_too = Stream(1), Stream(1, capture=7)
+    eager, captured_too = Stream(101), Stream(101, capture=7)
     addresses = {address(allocate(eager, (100,))) for _ in range(2)}
     with recording():  # whoever records gives the memory
         addresses |= {address(allocate(captured_too, (100,))) for _ in range(2)}
