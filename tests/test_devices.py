@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -111,7 +112,8 @@ def gather(there, rng):
 
 @covers("PagedKVCache.copy_pages")
 def copy_pages(there, rng):
-    _, cache, _ = paged(there, rng)
+    case = PagedCase((45, 0, 8, 25))
+    cache = there(case.nouns(case.arrays(rng))[0])
     cache.copy_pages(there(np.array([1, 2, -1])), there(np.array([2, 1, 0])))
     return cache
 
@@ -152,7 +154,7 @@ def prefill_of_many_rows(there, rng):
 @covers("RaggedTensor.prefill", "RaggedTensor.plan")
 def ragged_prefill(there, rng):
     q, (k, v) = ragged(there, rng, 9, 8, (3, 6)), (ragged(there, rng, 50, 2, (10, 40)),) * 2
-    (mask, _) = map(there, masks(rng, (3, 6), (10, 40)))
+    mask = there(masks(rng, (3, 6), (10, 40))[0])
     plan = q.plan(k, v, causal=True)
     plan.update()
     return q.prefill(k, v, causal=True, plan=plan), q.prefill(k, v, custom_mask=mask)
@@ -175,7 +177,7 @@ def masks_from_list(there, rng):
 
 @covers("RaggedMask.pack", "RaggedMask.indptr", "PackedMask.indptr")
 def pack(there, rng):
-    mask, _ = map(there, masks(rng, (3, 6), (10, 40)))
+    mask = there(masks(rng, (3, 6), (10, 40))[0])
     packed = mask.pack()
     return (
         mask.indptr,
@@ -506,6 +508,25 @@ def test_mixed_devices_raise(names, gpus):
     if names[0].endswith("MLAPagedAttentionWrapper"):
         pytest.skip("its plan is CuPy's own work, and comes before some of the arrays")
     check_mixed(names, fake)
+    assert gpus.current == 0
+
+
+@every_call
+def test_what_is_moved_as_a_whole_to_another_device_raises(names, gpus):
+    """Nouns too, which with one array astray raise when they are made, not when they are used."""
+    if names[0].endswith("MLAPagedAttentionWrapper"):
+        pytest.skip("its plan is CuPy's own work, and comes before some of the arrays")
+    rng, moves = functools.partial(np.random.default_rng, 1), []
+    with contextlib.suppress(cp.cuda.runtime.CUDARuntimeError):  # CuPy's work
+        CALLS[names](lambda x: moves.append(x) or fake(0, x), rng())
+    if len(moves) == 1:
+        pytest.skip("all there is is one whole")
+    for number, whole in enumerate(moves):
+        if not any(array.size for array in arrays_of(whole)):
+            continue  # nothing is anywhere
+        count = itertools.count()
+        with pytest.raises(ValueError, match=r"on device"):
+            CALLS[names](lambda x, c=count, n=number: fake(int(next(c) == n), x), rng())
     assert gpus.current == 0
 
 

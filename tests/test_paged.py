@@ -1582,6 +1582,8 @@ def test_append_mixes_no_homes_and_no_devices(no_launch):
         (lambda: cache.append(rows, rows, table, **there), ValueError),
         (lambda: cache.append(rows, fake_cupy((5, 2, 64), device=1), table, indptr=n3), ValueError),
         (lambda: cache.append(rows, rows, fakes(device=1)[1], indptr=n3), ValueError),
+        (lambda: cache.append(rows, rows, fakes(device=1)[1]), ValueError),
+        (lambda: cache.append(rows, rows, host_table), TypeError),
         (lambda: cache.gather(host_table), TypeError),
         (lambda: host.gather(table), TypeError),
         (lambda: cache.gather(fakes(device=1)[1]), ValueError),
