@@ -35,10 +35,10 @@ FLASHINFER = "0.6.13"
 # The record
 
 
-def read(path: Path) -> Any:
-    """Read JSON."""
+def read(path: Path, needs: str = "a GPU") -> Any:
+    """Read JSON, or say what the benchmarks that write it need."""
     if not path.exists():
-        raise SystemExit(f"{path} is missing: benchmarks write it, on a machine with a GPU")
+        raise SystemExit(f"{path} is missing: benchmarks write it, on a machine with {needs}")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -343,12 +343,20 @@ SEVERAL = {
 }
 
 
+def _over_devices(record: Any) -> dict[str, Any]:
+    """Give the benchmarks over several GPUs, by name, or refuse a run that has none."""
+    benchmarks = {b["name"]: b for b in record["benchmarks"]}
+    found = {name: benchmarks[name] for name in SEVERAL if name in benchmarks}
+    if not found:
+        raise SystemExit(f"not measured on several GPUs: there is none of {', '.join(SEVERAL)}")
+    return found
+
+
 def _several(record: Any) -> str:
     """Make the table of what several GPUs do; None: there is no run of theirs."""
     if not record:
         return ""
-    benchmarks = {b["name"]: b for b in record["benchmarks"]}
-    found = {name: benchmarks[name] for name in SEVERAL if name in benchmarks}
+    found = _over_devices(record)
     gpu, count = record["machine_info"]["gpu"], next(iter(found.values()))["extra_info"]["devices"]
     text = paragraph(
         f"On {count} {gpu['device']} of one host, driver {gpu['driver']}, CUDA {gpu['nvrtc']}, "
@@ -523,8 +531,11 @@ def rewritten(readme: str, record: Any) -> str:
 def main(arguments: list[str]) -> None:
     """Make the record, if there is a new one, and the tables."""
     if arguments[:1] == ["--devices"]:
-        (bench,) = (read(Path(name)) for name in arguments[1:])
-        write_record(read(RECORD) | {"devices": condensed(bench, [])}, RECORD)
+        needs = "several GPUs and JAX for CUDA"
+        (bench,) = (read(Path(name), needs) for name in arguments[1:])
+        found = condensed(bench, [])
+        _over_devices(found)
+        write_record(read(RECORD) | {"devices": found}, RECORD)
     elif arguments:
         bench, *peers = (read(Path(name)) for name in arguments)
         found = condensed(bench, peers[0] if peers else [])

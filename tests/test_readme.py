@@ -85,6 +85,8 @@ def test_the_tables_of_the_readme_are_those_of_the_record():
 def test_benchmarks_that_were_skipped_leave_nothing_to_read(tmp_path):
     with pytest.raises(SystemExit, match="on a machine with a GPU"):
         readme.main([str(tmp_path / "bench.json")])
+    with pytest.raises(SystemExit, match="on a machine with several GPUs and JAX for CUDA"):
+        readme.main(["--devices", str(tmp_path / "devices.json")])
 
 
 def test_a_table_says_what_was_measured_where():
@@ -192,6 +194,16 @@ def test_a_new_record_keeps_what_several_gpus_did_and_the_other_way_round(tmp_pa
         readme.main([str(tmp_path / a) if a[0] != "-" else a for a in arguments])
     assert readme.read(path) == want
     assert speed(want) in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_run_on_one_gpu_is_not_taken_for_one_on_several(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(readme, "RECORD", path)
+    path.write_text("before")
+    (tmp_path / "bench").write_text(json.dumps(bench()))
+    with pytest.raises(SystemExit, match=r"not measured on several GPUs.*test_heads_over_devices"):
+        readme.main(["--devices", str(tmp_path / "bench")])
+    assert path.read_text() == "before"
 
 
 def test_a_rehearsal_is_no_record():
