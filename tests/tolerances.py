@@ -35,7 +35,8 @@ tensor-core product (``LSE_OF_ROUNDED``) has a sum that is off by ``u``: ``log2(
 ``V``, so a bound that scales with ``V`` would let zeros pass. There the norm of a row's error
 counts, relative to the row's: each term of ``sum(p * v)`` is off by ``u`` at most, and errors of
 random terms add up as the terms do: ``u`` of the sum; rounding o is another ``u``, and both are
-exceeded twofold by no row: ``4 * u``.
+exceeded twofold by no row: ``4 * u``. Where two results of kernels are compared, each is that near
+to the definition, and they to each other within the sum: ``2 * ROW_NORM``.
 
 **Conversion** (append, gather, copy): no bound; ``assert_same_bits``.
 """

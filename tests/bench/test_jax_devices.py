@@ -179,7 +179,8 @@ def measure(benchmark: Any, mesh: Any, shape: Shape, run: Run, one: Callable[[],
     alone = one()
     rows = (-1, shape.head_dim)
     want = np.asarray(alone()).astype(np.float32).reshape(rows)
-    assert_rows_close(np.asarray(got).astype(np.float32).reshape(rows), want, ROW_NORM["bfloat16"])
+    found = np.asarray(got).astype(np.float32).reshape(rows)
+    assert_rows_close(found, want, 2 * ROW_NORM["bfloat16"])  # of two kernels' results
     of_all: list[float] = []  # seconds
     of_one: list[float] = []
 
