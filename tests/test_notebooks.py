@@ -15,7 +15,8 @@ TREE = Path(__file__).parent.parent
 NOTEBOOKS = sorted((TREE / "notebooks").glob("*.ipynb"))
 
 # Run code cells as Jupyter does: the value of a cell's last expression is shown. Floats that NumPy
-# allocates are infinite until they are written: a sum over some that were not is invalid.
+# allocates are infinite until they are written: a sum over some that were not is invalid. All but
+# float8_e4m3fn, which has no infinity.
 RUN = """
 import ast, json, sys, warnings
 import numpy
@@ -24,7 +25,7 @@ allocate = numpy.empty
 
 def empty(*args, **kwargs):
     array = allocate(*args, **kwargs)
-    if array.dtype.kind == "f":
+    if array.dtype.kind == "f" or array.dtype.name == "bfloat16":
         array.fill(float("inf"))
     return array
 
