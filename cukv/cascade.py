@@ -149,9 +149,9 @@ class CascadeLevels(Noun):
             rows shares nothing.
         min_saved_bytes : int
             Bytes that sharing a run must save, against its pages in each of the runs and leaves
-            below it; 0 shares whatever can be shared. By default a run must save what the partial
-            states of its rows cost (33 kB a row), and all runs together 24 MB more, which an H200
-            reads in 5 us.
+            below it; 0 shares whatever can be shared. By default half of them, as flat decode finds
+            the other half in the L2, must be worth what a run costs (1 MB, and 33 kB a row for
+            partial states), and of all runs together 106 MB more, which an H200 reads in 24 us.
         bytes_per_token : int
             Bytes of one token's keys and values, for counting what is saved; 4096 is 8 heads of
             128 in 16 bits.

@@ -660,8 +660,8 @@ def test_a_run_saves_the_pages_that_the_sharers_around_it_do_not_share():
         (256, 128, 1, 1, 2),
         (2, 100, 128, 1, 2),
         (2, 100, 1, 1, 1),
-        (2, 368, 1, 1, 2),
-        (2, 367, 1, 1, 1),
+        (2, 3268, 1, 1, 2),
+        (2, 3267, 1, 1, 1),
         (100, 1, 1, 1, 1),
         (2, 512, 1, 1024, 1),
     ],
@@ -685,12 +685,13 @@ def test_by_default_runs_that_pay_are_kept_without_those_that_do_not():
 
 
 def test_by_default_nested_runs_count_each_page_once():
-    # (4 - 1) * 100 + 2 * 30 = 360 pages saved, 11 less than pay for the split and 8 states.
+    # (4 - 1) * 1084 + 2 * 40 = 3332 pages saved, 3 less than pay for the split, 3 runs, 8 states.
     pages = [
-        [*range(100), *range(100 + 30 * (b // 2), 130 + 30 * (b // 2)), 900 + b] for b in range(4)
+        [*range(1084), *range(1084 + 40 * (b // 2), 1124 + 40 * (b // 2)), 2000 + b]
+        for b in range(4)
     ]
     assert CascadeLevels.from_prefixes(make_table(pages, [1] * 4, 16)).num_levels == 1
-    longer = [[*range(1000, 1004), *request] for request in pages]
+    longer = [[3000, *request] for request in pages]
     levels = CascadeLevels.from_prefixes(make_table(longer, [1] * 4, 16))
     assert [t.batch_size for t in levels.tables] == [1, 2, 4]
 
