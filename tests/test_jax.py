@@ -483,6 +483,42 @@ def test_heads_are_sharded(place, rng):
     same(got.data, cache.data)
 
 
+@pytest.mark.parametrize("place", ["cpu"], indirect=True)
+def test_a_loop_carries_a_cache_of_sharded_heads(place, rng):
+    cache, table, there, its_table = made(CASE, rng)
+    q = CASE.queries(rng, 4, 16)
+    k = random_rows(rng, (4, 8, 16), "float16")
+
+    def steps(q, k, cache, table):
+        def step(cache, q):
+            cache = cj.append(cache, k, k, table)
+            return cache, cj.decode(q, cache, table)
+
+        return jax.lax.scan(step, cache, jnp.stack([q, 2 * q]))
+
+    heads = cj.noun(cukv.PagedKVCache, P(None, None, None, "x"))
+    specs = P(None, "x"), P(None, "x"), heads, P()
+    sharded = jax.shard_map(
+        steps, mesh=mesh_of(place), in_specs=specs, out_specs=(heads, P(None, None, "x"))
+    )
+    got, o = jax.jit(sharded)(*spread(place, specs, q, k, there, its_table))
+    cache.append(k, k, table)
+    same(got.data, cache.data)
+    for turn in range(2):
+        want = cache.decode((1 + turn) * q, table)
+        attended(place, o[turn], want, max_abs(cache.gather(table)[1].data[:78]))
+
+
+@pytest.mark.parametrize("place", ["cpu"], indirect=True)
+def test_what_differs_among_devices_is_not_given_as_if_it_did_not(place):
+    bits = jnp.arange(64 * len(place)) % 3 == 0
+    whole = jax.shard_map(cj.packbits, mesh=mesh_of(place), in_specs=P("x"), out_specs=P("x"))
+    same(whole(bits), np.packbits(np.asarray(bits), bitorder="little"))
+    first = jax.shard_map(cj.packbits, mesh=mesh_of(place), in_specs=P("x"), out_specs=P())
+    with pytest.raises(ValueError, match="out_specs"):
+        first(bits)
+
+
 def padded(x, size):
     return np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
 

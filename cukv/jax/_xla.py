@@ -346,7 +346,7 @@ def call(
     )
     found = _inference(op, launch)(*leaves)[: len(specs)]
     # Inside shard_map a result differs among the devices that an argument differs among.
-    varies = frozenset().union(*(getattr(jax.typeof(leaf), "vma", ()) for leaf in leaves))
+    varies = frozenset().union(*(_varying_axes(leaf) for leaf in leaves))
     if varies:
         found = [_vary(x, tuple(varies)) for x in found]
     return jax.tree.unflatten(structure, found)
@@ -383,6 +383,15 @@ def _inference(op: str, launch: Callable[..., Any]) -> Any:
     inference = jax.custom_jvp(lambda *arrays: one_batch(*arrays))
     inference.defjvp(without_grad)
     return inference
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+    """Name the axes of shard_map along which an array differs."""
+    kind = jax.typeof(x)
+    if hasattr(kind, "manual_axis_type"):  # since JAX 0.10
+        varying: frozenset[str] = kind.manual_axis_type.varying
+        return varying
+    return getattr(kind, "vma", frozenset())
 
 
 def _vary(x: Any, axes: tuple[str, ...]) -> Any:
