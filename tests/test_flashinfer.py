@@ -815,6 +815,78 @@ def test_options_that_nothing_honours_are_refused_by_name(name, value, rng):
         prefill_wrapper(CASE, arrays, **{name: value})
 
 
+def latent_plan(rng, **options):
+    """Plan latent attention with options; give the wrapper and the arrays of its runs."""
+    case = MLACase((20, 5), page_size=16, form="pair")
+    arrays = case.arrays(rng)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    table = arrays.indptr, arrays.indices, np.array(case.kv_lens, np.int32)
+    wrapper.plan([0, 1, 2], *table, 4, 512, 64, 16, False, 0.1, "float16", "float16", **options)
+    q = [random_rows(rng, (2, 4, n), "float16") for n in (512, 64)]
+    return wrapper, (*q, *arrays.data)
+
+
+def test_later_keywords_are_taken_where_they_change_nothing_and_else_refused_by_name(rng):
+    arrays, rows = CASE.arrays(rng), CASE.queries(rng, 11, 4)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    paged, ragged = (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+    )
+    planned = prefill_wrapper(CASE, arrays)
+    latent, given = latent_plan(rng)
+    paged(WORKSPACE, max_total_num_rows=7)
+    latent_plan(rng, query_layout="split", scale_mode="kv-per-tensor", enable_pdl=True)
+    for call, off, on in (
+        (functools.partial(decode, WORKSPACE), None, {"jit_kwargs": {"x": 1}}),
+        (functools.partial(paged, WORKSPACE), False, {"variant_owns_mask": True}),
+        (functools.partial(ragged, WORKSPACE), False, {"variant_owns_mask": True}),
+        (
+            functools.partial(planned.run, rows, arrays.data),
+            None,
+            {"use_fp16_softmax": True, "uses_spcompress": True},
+        ),
+        (
+            functools.partial(ragged(WORKSPACE).plan, [0, 1], [0, 1], 2, 2, 64),
+            None,
+            {"uniform_q_len": 1, "use_token_head_sf": True},
+        ),
+        (
+            functools.partial(latent_plan, rng),
+            None,
+            {"metadata": 1, "seq_lens": [1], "query_layout": "packed"},
+        ),
+        (functools.partial(latent_plan, rng), "none", {"output_scale": "per-tensor"}),
+        (functools.partial(latent_plan, rng), "default", {"scale_mode": "bmm-scalar"}),
+        (functools.partial(latent_plan, rng), False, {"use_sinks": True, "skip_softmax": True}),
+        (
+            functools.partial(latent.run, *given),
+            None,
+            {"query": 1, "kv_cache": 1, "ckv_scale_arr": 1, "bmm1_scale": 1, "bmm2_scale": 1},
+        ),
+    ):
+        call(**dict.fromkeys(on, off))
+        for name, value in on.items():
+            with pytest.raises(NotImplementedError, match=name):
+                call(**{name: value})
+
+
+def test_latent_results_are_those_that_were_planned(rng):
+    wrapper, given = latent_plan(rng, lse_mode="basee")
+    for asked, got in (({}, "none"), ({"return_lse": True}, "base2")):
+        with pytest.raises(ValueError, match=f"plan was told lse_mode='basee', got '{got}'"):
+            wrapper.run(*given, **asked)
+    wrapper.run(*given, return_lse=True, return_lse_base_on_e=True)
+    wrapper, given = latent_plan(rng, lse_mode="base2")
+    wrapper.run(*given, return_lse=True)
+    with pytest.raises(ValueError, match="got 'basee'"):
+        wrapper.run(*given, return_lse=True, return_lse_base_on_e=True)
+    wrapper, given = latent_plan(rng, output_dtype="float32")
+    assert wrapper.run(*given).dtype == np.float32
+    with pytest.raises(ValueError, match="lse_mode must be one of"):
+        latent_plan(rng, lse_mode="base10")
+
+
 def test_calls_that_were_not_planned_are_refused_by_name(rng):
     arrays = CASE.arrays(rng)
     q = CASE.queries(rng, 11, 4)

@@ -19,7 +19,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
     ``backend`` changes nothing: shapes choose the kernel. With ``use_cuda_graph`` the four buffers
     are what the graph reads; with a mask it also needs ``custom_mask_buf``, uint8 as long as the
-    packed mask may be, and ``mask_indptr_buf``.
+    packed mask may be, and ``mask_indptr_buf``. ``max_total_num_rows`` changes nothing: the rows
+    of a step are bounded by nothing but the q that a graph was captured with.
     """
 
     _op = "BatchPrefillWithPagedKVCacheWrapper"
@@ -38,10 +39,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        *,
+        variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
     ) -> None:
         """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
         check_backend(self._op, backend)
-        refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
+        refuse(
+            self._op,
+            jit_args=jit_args,
+            jit_kwargs=jit_kwargs,
+            variant_owns_mask=variant_owns_mask,
+        )
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
             "paged_kv_indptr_buf": paged_kv_indptr_buf,
@@ -171,6 +180,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         sinks: Any = None,
         kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
     ) -> Any:
@@ -186,6 +197,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             args=args or None,
             kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
         )
         self._check_window(op, window_left)
         qo_indptr, table, mask = self._nouns

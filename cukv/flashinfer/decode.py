@@ -91,10 +91,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         paged_kv_last_page_len_buffer: Any = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        *,
+        jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
         check_backend(self._op, backend)
-        refuse(self._op, jit_args=jit_args)
+        refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
         self._use_tensor_cores = bool(use_tensor_cores)
         self._rows_each = 1
         self._row_indptrs: dict[tuple[int, int], Any] = {}

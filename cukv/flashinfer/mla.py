@@ -23,6 +23,8 @@ from cukv.page_table import PageTable
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
 
+_LSE_MODES = ("none", "base2", "basee")
+
 
 class BatchMLAPagedAttentionWrapper(Wrapper):
     """Attention in the absorbed form; ``kv_len_arr`` says how many tokens of its pages each has.
@@ -68,13 +70,46 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         q_data_type: Any,
         kv_data_type: Any,
         use_profiler: bool = False,
+        *,
+        metadata: Any = None,
+        cum_seq_lens_q: Any = None,
+        block_tables: Any = None,
+        seq_lens: Any = None,
+        max_q_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: Any = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
     ) -> None:
         """Take the index arrays of a step, on the device or the CPU, and the options of its runs.
 
-        ``kv_len_arr`` is in tokens, and may be shorter than the pages of ``kv_indptr`` allow.
+        ``kv_len_arr`` is in tokens, and may be shorter than the pages of ``kv_indptr`` allow. Runs
+        must ask for the lse that ``lse_mode``, ``"base2"`` or ``"basee"``, says; after ``"none"``
+        each says for itself. ``enable_pdl`` changes nothing.
         """
         op = f"{self._op}.plan"
-        refuse(op, use_profiler=use_profiler)
+        refuse(
+            op,
+            use_profiler=use_profiler,
+            metadata=metadata,
+            cum_seq_lens_q=cum_seq_lens_q,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            max_q_len=max_q_len,
+            query_layout=None if query_layout == "split" else query_layout,
+            kv_cache_layout=None if kv_cache_layout == "split" else kv_cache_layout,
+            output_scale=None if output_scale == "none" else output_scale,
+            scale_mode=None if scale_mode in ("default", "kv-per-tensor") else scale_mode,
+            skip_softmax=skip_softmax,
+            use_sinks=use_sinks,
+        )
+        if lse_mode not in _LSE_MODES:
+            raise ValueError(f"{op}: lse_mode must be one of {_LSE_MODES}, got {lse_mode!r}")
         self._head_dim_kpe = head_dim_kpe
         options = Options(
             self._op,
@@ -85,6 +120,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             page_size,
             q_data_type,
             kv_data_type,
+            output_dtype,
             causal=bool(causal),
             sm_scale=sm_scale,
         )
@@ -105,6 +141,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                     target[...] = array
             else:
                 table = PageTable(*csr, page_size)
+            self._lse_mode = lse_mode
             self._set_nouns(table, rows)
 
     begin_forward = plan
@@ -124,9 +161,15 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return_lse_base_on_e: bool = False,
         o_scale: float | None = None,
         *,
+        query: Any = None,
+        kv_cache: Any = None,
         ckv_scale: Any = None,
+        ckv_scale_arr: Any = None,
         kpe_scale: Any = None,
         sinks: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: Any = None,
+        bmm2_scale: Any = None,
     ) -> Any:
         """Attend from ``q_nope [rows, heads, 512]`` and ``q_pe [rows, heads, 64]``.
 
@@ -141,8 +184,19 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             kv_len=kv_len,
             page_table=page_table,
             o_scale=None if o_scale == 1.0 else o_scale,
+            query=query,
+            kv_cache=kv_cache,
+            ckv_scale_arr=ckv_scale_arr,
             sinks=sinks,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
         )
+        asked = "none"
+        if return_lse or lse is not None or return_lse_base_on_e:
+            asked = "basee" if return_lse_base_on_e else "base2"
+        if self._lse_mode not in ("none", asked):
+            raise ValueError(f"{op}: plan was told lse_mode={self._lse_mode!r}, got {asked!r}")
         table, row_indptr = self._nouns
         with working_for(q_nope):
             cache = self._noun_of(
