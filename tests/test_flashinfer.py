@@ -14,6 +14,7 @@ from fake_gpus import FakeGpus
 from tolerances import ATTENTION, LSE, MERGE, assert_close, assert_same_bits, max_abs
 
 from cukv import flashinfer, reference
+from cukv.flashinfer._caller import framework
 
 DOCUMENTED = (45, 8, 25, 22)  # the batch of FlashInfer's page documentation
 CASE = PagedCase((45, 0, 8, 25, 22), page_size=16, num_kv_heads=2, head_dim=64)
@@ -765,6 +766,20 @@ def test_index_arrays_may_be_in_cpu_memory_and_of_either_width(rng):
         indices = (OnCpu(x.astype(dtype)) for x in (QO_INDPTR, *csr(arrays)))
         wrapper.plan(*indices, 4, 2, 64, 16)
         assert_same_bits(wrapper.run(q, arrays.data), want)
+
+
+def test_arrays_of_a_subclass_are_of_its_framework():
+    class Tensor:
+        __module__ = "torch"
+
+    class Weight(Tensor):
+        pass
+
+    class Rows(np.ndarray):
+        pass
+
+    found = (Tensor(), Weight(), JaxArray(), np.empty(1).view(Rows), OnCpu(np.empty(1)))
+    assert [framework(x) for x in found] == ["torch", "torch", "jax", "numpy", "test_flashinfer"]
 
 
 def test_values_of_another_library_on_the_cpu_raise(rng):
