@@ -886,6 +886,22 @@ def test_later_keywords_are_taken_where_they_change_nothing_and_else_refused_by_
                 call(**{name: value})
 
 
+def test_a_plan_that_raises_leaves_the_one_before(rng):
+    arrays, rows = CASE.arrays(rng), CASE.queries(rng, 5, 4)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*csr(arrays), 4, 2, 64, 16)
+    want = wrapper.run(rows, arrays.data)
+    with pytest.raises(ValueError, match="last_page_len"):
+        wrapper.plan(*csr(arrays)[:2], [1], 4, 2, 64, 16, q_len_per_req=2)
+    assert_same_bits(wrapper.run(rows, arrays.data, q_len_per_req=1), want)
+    wrapper, given = latent_plan(rng)
+    want = wrapper.run(*given)
+    with pytest.raises(ValueError, match="kv_len_arr"):
+        heads = 4, 512, 32, 16, True, 1.0, "float16", "float16"
+        wrapper.plan([0, 1, 2], [0, 2, 3], [0, 1, 2], [1], *heads)
+    assert_same_bits(wrapper.run(*given), want)
+
+
 def test_latent_results_are_those_that_were_planned(rng):
     wrapper, given = latent_plan(rng, lse_mode="basee")
     for asked, got in (({}, "none"), ({"return_lse": True}, "base2")):

@@ -110,7 +110,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         )
         if lse_mode not in _LSE_MODES:
             raise ValueError(f"{op}: lse_mode must be one of {_LSE_MODES}, got {lse_mode!r}")
-        self._head_dim_kpe = head_dim_kpe
         options = Options(
             self._op,
             num_heads,
@@ -141,8 +140,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                     target[...] = array
             else:
                 table = PageTable(*csr, page_size)
-            self._lse_mode = lse_mode
-            self._set_nouns(table, rows)
+            self._set_nouns(table, rows, head_dim_kpe, lse_mode)
 
     begin_forward = plan
 
@@ -195,15 +193,15 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         asked = "none"
         if return_lse or lse is not None or return_lse_base_on_e:
             asked = "basee" if return_lse_base_on_e else "base2"
-        if self._lse_mode not in ("none", asked):
-            raise ValueError(f"{op}: plan was told lse_mode={self._lse_mode!r}, got {asked!r}")
-        table, row_indptr = self._nouns
+        table, row_indptr, head_dim_kpe, lse_mode = self._nouns
+        if lse_mode not in ("none", asked):
+            raise ValueError(f"{op}: plan was told lse_mode={lse_mode!r}, got {asked!r}")
         with working_for(q_nope):
             cache = self._noun_of(
                 (ckv_cache, kpe_cache), lambda given: MLAPagedCache(detached(tuple(given)))
             )
             rows = data(op, "q_nope", q_nope)
-            self._check_call(op, options, rows, cache)
+            self._check_call(op, options, head_dim_kpe, rows, cache)
             planned = {"qo_indptr": row_indptr, "causal": options.causal}
             return self._attend(
                 op,
@@ -226,14 +224,17 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 LseForm(natural=bool(return_lse_base_on_e)),
             )
 
-    def _check_call(self, op: str, options: Options, q: Array, cache: MLAPagedCache) -> None:
+    @staticmethod
+    def _check_call(
+        op: str, options: Options, head_dim_kpe: int, q: Array, cache: MLAPagedCache
+    ) -> None:
         """Raise unless a call is of the shapes and dtypes that were planned."""
         for name, wanted, got in (
             ("q_data_type", options.q_data_type, q.dtype),
             ("kv_data_type", options.kv_data_type, cache.dtype),
             ("num_heads", options.num_qo_heads, q.shape[1] if q.ndim == 3 else None),
             ("head_dim_ckv", options.head_dim_qk, cache.head_dim_ckv),
-            ("head_dim_kpe", self._head_dim_kpe, cache.head_dim_kpe),
+            ("head_dim_kpe", head_dim_kpe, cache.head_dim_kpe),
             ("page_size", options.page_size, cache.page_size),
         ):
             if got != wanted:
