@@ -741,6 +741,82 @@ def test_a_graph_of_a_cascade_reads_fixed_buffers(rng):
         assert_attends(wrapper.run(q, cache, return_lse=True), want, cache)
 
 
+def graph_of(cls, sizes):
+    """Make a wrapper over buffers of sizes; give it and the buffers, which hold nines."""
+    buffers = {
+        name: np.full(size, 9, np.uint8 if name == "custom_mask_buf" else np.int32)
+        for name, size in sizes.items()
+    }
+    return cls(WORKSPACE, use_cuda_graph=True, **buffers), list(buffers.values())
+
+
+TABLE_BUFFERS = {"paged_kv_indptr": 3, "paged_kv_indices": 9, "paged_kv_last_page_len": 2}
+MASK_BUFFERS = {"custom_mask_buf": 10, "mask_indptr_buf": 3}
+MASKED_TABLE_BUFFERS = {f"{name}_buf": n for name, n in TABLE_BUFFERS.items()} | MASK_BUFFERS
+BAD_STEPS = {
+    "page size": (
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+        {f"{name}_buffer": n for name, n in TABLE_BUFFERS.items()},
+        lambda plan: plan([0, 1, 2], [3, 1], [4, 4], 4, 2, 64, 0),
+        "page_size",
+    ),
+    "bits": (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        {"qo_indptr_buf": 3} | MASKED_TABLE_BUFFERS,
+        lambda plan: plan(
+            [0, 5, 9], [0, 1, 2], [3, 1], [16, 4], 4, 2, 64, 16, custom_mask=np.ones(96, bool)
+        ),
+        "custom_mask_buf holds",
+    ),
+    "mask offsets": (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        {"qo_indptr_buf": 3} | MASKED_TABLE_BUFFERS | {"mask_indptr_buf": 4},
+        lambda plan: plan(
+            [0, 1, 2], [0, 1, 2], [3, 1], [4, 4], 4, 2, 64, 16, custom_mask=np.ones(8, bool)
+        ),
+        "mask_indptr_buf must be",
+    ),
+    "mask": (
+        flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+        {"qo_indptr_buf": 3, "kv_indptr_buf": 3} | MASK_BUFFERS,
+        lambda plan: plan([0, 1, 2], [0, 4, 8], 4, 2, 64, custom_mask=np.ones(3, bool)),
+        "mask",
+    ),
+    "lengths": (
+        flashinfer.BatchMLAPagedAttentionWrapper,
+        {"qo_indptr": 3, "kv_indptr": 3, "kv_indices": 9, "kv_len_arr": 2},
+        lambda plan: plan(
+            [0, 1, 2], [0, 1, 2], [3, 1], [8, 9], 4, 512, 64, 8, True, 0.1, "float16", "float16"
+        ),
+        r"kv_len_arr\[1\] must be 0 to 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_a_plan_that_raises_leaves_the_buffers_of_a_graph(name):
+    cls, sizes, step, match = BAD_STEPS[name]
+    wrapper, buffers = graph_of(cls, sizes)
+    with pytest.raises(ValueError, match=match):
+        step(wrapper.plan)
+    assert all((buffer == 9).all() for buffer in buffers)
+
+
+def test_a_cascade_that_raises_leaves_the_buffers_of_a_graph(rng):
+    _, *levels = cascade_arrays(rng)
+    names = "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+    buffers = {
+        f"{name}_buf_arr": [np.full_like(level, 9) for level in arrays]
+        for name, arrays in zip(names, levels, strict=True)
+    }
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        2, WORKSPACE, use_cuda_graph=True, **buffers
+    )
+    with pytest.raises(ValueError, match="page_size"):
+        wrapper.plan(*levels, 4, 2, 64, 0)
+    assert all((x == 9).all() for level in buffers.values() for x in level)
+
+
 def test_graph_mode_needs_its_buffers():
     with pytest.raises(ValueError, match="needs paged_kv_indptr_buffer"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)

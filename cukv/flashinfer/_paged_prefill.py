@@ -150,19 +150,29 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 "paged_kv_indices_buf": paged_kv_indices,
                 "paged_kv_last_page_len_buf": paged_kv_last_page_len,
             }
-            rows, indptr, indices, last_page_len = self._hold(op, given)
+            arrays = self._match(op, given)
+            rows, indptr, indices, last_page_len = arrays.values()
             table = PageTable(indptr, indices, last_page_len, page_size)
             mask = None
             if custom_mask is not None or packed_custom_mask is not None:
                 tokens = table.token_indptr
-                if self._use_cuda_graph and self._token_indptr is not None:
-                    self._token_indptr[...] = tokens  # the graph reads the first step's array
-                    tokens = self._token_indptr
-                self._token_indptr = tokens
                 mask = self._mask(op, custom_mask, packed_custom_mask, rows, tokens)
+            if self._use_cuda_graph:
+                rows, indptr, indices, last_page_len = self._hold(arrays)
+                table = PageTable(indptr, indices, last_page_len, page_size)
+                if mask is not None:
+                    mask = self._hold_mask(mask, rows, self._hold_tokens(tokens))
             self._set_nouns(rows, table, mask)
 
     begin_forward = plan
+
+    def _hold_tokens(self, tokens: Array) -> Array:
+        """Give the offsets of tokens that masks are read by; a graph reads the first step's."""
+        if self._token_indptr is None:
+            self._token_indptr = tokens
+        else:
+            self._token_indptr[...] = tokens
+        return self._token_indptr
 
     def run(
         self,

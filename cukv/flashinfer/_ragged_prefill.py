@@ -132,9 +132,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         )
         with self._planning(options):
             given = {"qo_indptr_buf": qo_indptr, "kv_indptr_buf": kv_indptr}
-            rows, tokens = self._hold(op, given)
-            mask = self._mask(op, custom_mask, packed_custom_mask, rows, tokens)
-            self._set_nouns(rows, tokens, mask)
+            arrays = self._match(op, given)
+            mask = self._mask(op, custom_mask, packed_custom_mask, *arrays.values())
+            rows, tokens = self._hold(arrays)
+            self._set_nouns(rows, tokens, self._hold_mask(mask, rows, tokens))
 
     begin_forward = plan
 

@@ -180,7 +180,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                 logits_soft_cap=logits_soft_cap,
             )
         ):
-            held = self._hold(
+            matched = self._match(
                 op,
                 {
                     f"{name}_buf_arr[{level}]": array
@@ -188,17 +188,24 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                     for level, array in enumerate(arrays)
                 },
             )
-            levels = self._num_levels
-            qo_indptr, *csr = (
-                tuple(held[start : start + levels]) for start in range(0, 4 * levels, levels)
-            )
-            tables = tuple(
-                PageTable(indptr, indices, last_page_len, page_size)
-                for indptr, indices, last_page_len in zip(*csr, strict=True)
-            )
-            self._set_nouns(CascadeLevels(qo_indptr, tables))
+            levels = self._levels(list(matched.values()), page_size)
+            if self._use_cuda_graph:
+                levels = self._levels(self._hold(matched), page_size)
+            self._set_nouns(levels)
 
     begin_forward = plan
+
+    def _levels(self, arrays: list[Array], page_size: int) -> CascadeLevels:
+        """Make the noun of index arrays: of all levels the first, of all the second, and so on."""
+        levels = self._num_levels
+        qo_indptr, *csr = (
+            tuple(arrays[start : start + levels]) for start in range(0, 4 * levels, levels)
+        )
+        tables = tuple(
+            PageTable(indptr, indices, last_page_len, page_size)
+            for indptr, indices, last_page_len in zip(*csr, strict=True)
+        )
+        return CascadeLevels(qo_indptr, tables)
 
     def run(
         self,

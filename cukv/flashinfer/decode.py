@@ -188,8 +188,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
                 "paged_kv_indices_buffer": indices,
                 "paged_kv_last_page_len_buffer": last_page_len,
             }
-            indptr, indices, last_page_len = self._hold(op, given)
+            arrays = self._match(op, given)
+            indptr, indices, last_page_len = arrays.values()
             table = PageTable(indptr, indices, last_page_len, page_size)
+            if self._use_cuda_graph:
+                indptr, indices, last_page_len = self._hold(arrays)
+                table = PageTable(indptr, indices, last_page_len, page_size)
             row_indptr = self._row_indptr(table, int(q_len_per_req))
             self._set_nouns(table, row_indptr, int(q_len_per_req))
 

@@ -130,9 +130,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 "kv_indices": kv_indices,
                 "kv_len_arr": kv_len_arr,
             }
-            rows, pages, indices, lens = self._hold(op, given)
+            arrays = self._match(op, given)
+            _, pages, indices, lens = arrays.values()
             match_index(op, "kv_len_arr", lens, len(pages) - 1)
-            csr = _pages_in_use(op, pages, indices, lens, page_size)
+            PageTable(pages, indices, lens, page_size)  # raises before a buffer is written
+            _check_lens(op, pages, lens, page_size)
+            rows, pages, indices, lens = self._hold(arrays)
+            csr = _pages_in_use(pages, indices, lens, page_size)
             if self._use_cuda_graph and self._nouns:  # the graph reads the first step's arrays
                 table = self._nouns[0]
                 held = (table.indptr, table.indices, table.last_page_len)
@@ -241,25 +245,30 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 raise ValueError(f"{op}: plan was told {name}={wanted}, got {got}")
 
 
+def _check_lens(op: str, indptr: Array, lens: Array, page_size: int) -> None:
+    """Raise in NumPy if a request is longer than its pages; on the device nothing is read."""
+    if not isinstance(lens, np.ndarray):
+        return
+    owned = np.diff(indptr)
+    bad = np.flatnonzero((lens < 0) | (lens > owned * page_size))
+    if len(bad):
+        b = int(bad[0])
+        raise ValueError(
+            f"{op}: kv_len_arr[{b}] must be 0 to {owned[b] * page_size} tokens, as many as "
+            f"its pages hold, got {lens[b]}"
+        )
+
+
 def _pages_in_use(
-    op: str, indptr: Array, indices: Array, lens: Array, page_size: int
+    indptr: Array, indices: Array, lens: Array, page_size: int
 ) -> tuple[Array, Array, Array]:
     """Give the page table of requests that use only the first pages of those they own.
 
     A page table in CSR form has no room between requests, so that page ids move up. On the device
     nothing is read on the host, and a length beyond a request's pages is cut.
     """
-    on_host = isinstance(lens, np.ndarray)
-    xp = np if on_host else cp
+    xp = np if isinstance(lens, np.ndarray) else cp
     owned = indptr[1:] - indptr[:-1]
-    if on_host:
-        bad = np.flatnonzero((lens < 0) | (lens > owned * page_size))
-        if len(bad):
-            b = int(bad[0])
-            raise ValueError(
-                f"{op}: kv_len_arr[{b}] must be 0 to {owned[b] * page_size} tokens, as many as "
-                f"its pages hold, got {lens[b]}"
-            )
     lens = xp.minimum(lens, owned * page_size)
     used = (lens + (page_size - 1)) // page_size
     used_indptr = xp.zeros(len(indptr), indptr.dtype)
