@@ -57,7 +57,7 @@ def repeated(array):
 
 # What must not be written, made of an array that may be: the error, and what it says.
 NO_TARGETS = [
-    (lambda x: JaxArray(), TypeError, "{} is a jax.Array.*cukv.jax"),
+    (lambda x: JaxArray(), TypeError, "{} is a jax.Array, which is immutable$"),
     (lambda x: x.tolist(), TypeError, "{} must be a CuPy, NumPy or DLPack array"),
     (lambda x: read_only(x.copy()), TypeError, "{} is a read-only NumPy array"),
     (lambda x: repeated(x.copy()), ValueError, "{} is written and must not repeat memory"),
