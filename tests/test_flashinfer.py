@@ -817,6 +817,13 @@ def test_a_cascade_that_raises_leaves_the_buffers_of_a_graph(rng):
     assert all((x == 9).all() for level in buffers.values() for x in level)
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_cascade_has_one_buffer_per_level(number):
+    buffers = [np.zeros(3, np.int32)] * number
+    with pytest.raises(ValueError, match=f"qo_indptr_buf_arr must have .* level, 2, got {number}"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(2, WORKSPACE, qo_indptr_buf_arr=buffers)
+
+
 def test_graph_mode_needs_its_buffers():
     with pytest.raises(ValueError, match="needs paged_kv_indptr_buffer"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)

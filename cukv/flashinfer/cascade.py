@@ -119,6 +119,9 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
             "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
             "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
         }
+        for name, given in arrays.items():
+            if given is not None:
+                _check_levels(self._op, name, given, num_levels)
         buffers = {
             f"{name}[{level}]": None if given is None else given[level]
             for name, given in arrays.items()
@@ -158,11 +161,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
         for name, arrays in given.items():
-            if len(arrays) != self._num_levels:
-                raise ValueError(
-                    f"{op}: {name} must have one array per level, {self._num_levels}, "
-                    f"got {len(arrays)}"
-                )
+            _check_levels(op, name, arrays, self._num_levels)
         with self._planning(
             Options(
                 self._op,
@@ -255,3 +254,11 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         self, float_workspace_buffer: Any, int_workspace_buffers: list[Any]
     ) -> None:
         """Do nothing: cukv sizes its own workspace."""
+
+
+def _check_levels(op: str, name: str, arrays: list[Any], num_levels: int) -> None:
+    """Raise unless there is one array per level."""
+    if len(arrays) != num_levels:
+        raise ValueError(
+            f"{op}: {name} must have one array per level, {num_levels}, got {len(arrays)}"
+        )
