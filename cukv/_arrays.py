@@ -42,6 +42,19 @@ _READ_ONLY = 1
 _NULL_STREAMS = (0, 1, 2)
 
 
+# What writes to arrays of its caller, and to caches: the function of cukv.jax for it.
+_IN_JAX = {
+    "PagedKVCache": "append",
+    "PagedKVCache.decode": "decode",
+    "PagedKVCache.prefill": "prefill",
+    "MLAPagedCache": "mla_append",
+    "MLAPagedCache.decode": "mla_decode",
+    "RaggedTensor.prefill": "ragged_prefill",
+    "CascadeLevels.attend": "cascade",
+    "merge_states": "merge_states",
+}
+
+
 class CudaUnavailableError(RuntimeError):
     """A kernel is needed and there is no NVIDIA GPU with a driver."""
 
@@ -171,14 +184,18 @@ def to_home(host: np.ndarray[Any, Any], like: Array | None) -> Array:
         return cp.asarray(host)
 
 
-def read_only_reason(x: Any) -> str | None:
-    """Say why ``x`` must not be written through the array made of it; None if it may be."""
+def read_only_reason(x: Any, op: str = "") -> str | None:
+    """Say why ``x`` must not be written through the array made of it; None if it may be.
+
+    Of a jax.Array it names the function of cukv.jax that does the work of ``op``, if there is one.
+    """
     if isinstance(x, cp.ndarray):
         return None
     if isinstance(x, np.ndarray):
         return None if x.flags.writeable else "a read-only NumPy array"
     if _is_of_jax(x):
-        return "a jax.Array, which is immutable: use the function of the same name in cukv.jax"
+        way_out = f": cukv.jax.{_IN_JAX[op]} gives back what it writes" if op in _IN_JAX else ""
+        return f"a jax.Array, which is immutable{way_out}"
     if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in _CUDA_DEVICES:
         return "exported read-only by its producer" if _from_dlpack(x)[1] else None
     return None

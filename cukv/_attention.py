@@ -224,7 +224,7 @@ def check_results(
         home(op, q=q, **{name: array})
         match(op, name, array, tuple(shape)[: 3 if name == "out" else 2], dict(shape))
         match_dtype(op, name, array, *dtypes)
-        if (reason := read_only_reason(given)) is not None:
+        if (reason := read_only_reason(given, op)) is not None:
             raise TypeError(f"{op}: {name} is {reason}")
         match_writable(op, name, array)
         match_rows(op, name, array)

@@ -281,7 +281,7 @@ class PagePair:
 
 def as_storage(op: str, name: str, x: Any) -> tuple[Array, str | None]:
     """Give an array to keep rows in, and why it must not be written, if so."""
-    return as_array(op, name, x), read_only_reason(x)
+    return as_array(op, name, x), read_only_reason(x, op)
 
 
 def as_storage_pair(op: str, names: tuple[str, str], data: Any) -> list[tuple[Array, str | None]]:

@@ -161,7 +161,7 @@ def _outputs(
     match(op, "out[1]", lse, ("n", "heads"), dims)
     _match_state(op, "out[0]", o, "out[1]", lse, xp)
     for i, (given, array) in enumerate(zip(out, (o, lse), strict=True)):
-        if reason := read_only_reason(given):
+        if reason := read_only_reason(given, op):
             raise TypeError(f"{op}: out[{i}] is {reason}")
         match_writable(op, f"out[{i}]", array)
     return o, lse

@@ -1,5 +1,6 @@
 """Arrays in and out: dtypes by name, DLPack both ways, homes and devices that may not mix."""
 
+import ast
 import copy
 import ctypes
 import gc
@@ -7,6 +8,7 @@ import importlib
 import os
 import pickle
 import warnings
+from pathlib import Path
 
 import cupy as cp
 import ml_dtypes
@@ -142,7 +144,12 @@ def test_a_jax_array_is_never_writable_and_the_way_out_is_named(no_streams):
         pass
 
     Array.__module__ = "jaxlib._jax"
-    assert "cukv.jax" in read_only_reason(Array(np.zeros(4, np.uint16), 4))
+    array = Array(np.zeros(4, np.uint16), 4)
+    assert read_only_reason(array, "merge_state_in_place").endswith("immutable")
+    exported = ast.parse((Path(_arrays.__file__).parent / "jax/__init__.py").read_text()).body[-1]
+    for op, name in _arrays._IN_JAX.items():
+        assert f"cukv.jax.{name} " in read_only_reason(array, op)
+        assert name in ast.literal_eval(exported.value)
 
 
 @pytest.mark.parametrize("code", [4, 10])

@@ -14,6 +14,7 @@ from fake_gpus import FakeGpus
 from tolerances import ATTENTION, LSE, MERGE, assert_close, assert_same_bits, max_abs
 
 from cukv import flashinfer, reference
+from cukv.flashinfer._caller import framework
 
 DOCUMENTED = (45, 8, 25, 22)  # the batch of FlashInfer's page documentation
 CASE = PagedCase((45, 0, 8, 25, 22), page_size=16, num_kv_heads=2, head_dim=64)
@@ -56,7 +57,7 @@ def repeated(array):
 
 # What must not be written, made of an array that may be: the error, and what it says.
 NO_TARGETS = [
-    (lambda x: JaxArray(), TypeError, "{} is a jax.Array.*cukv.jax"),
+    (lambda x: JaxArray(), TypeError, "{} is a jax.Array, which is immutable$"),
     (lambda x: x.tolist(), TypeError, "{} must be a CuPy, NumPy or DLPack array"),
     (lambda x: read_only(x.copy()), TypeError, "{} is a read-only NumPy array"),
     (lambda x: repeated(x.copy()), ValueError, "{} is written and must not repeat memory"),
@@ -740,6 +741,89 @@ def test_a_graph_of_a_cascade_reads_fixed_buffers(rng):
         assert_attends(wrapper.run(q, cache, return_lse=True), want, cache)
 
 
+def graph_of(cls, sizes):
+    """Make a wrapper over buffers of sizes; give it and the buffers, which hold nines."""
+    buffers = {
+        name: np.full(size, 9, np.uint8 if name == "custom_mask_buf" else np.int32)
+        for name, size in sizes.items()
+    }
+    return cls(WORKSPACE, use_cuda_graph=True, **buffers), list(buffers.values())
+
+
+TABLE_BUFFERS = {"paged_kv_indptr": 3, "paged_kv_indices": 9, "paged_kv_last_page_len": 2}
+MASK_BUFFERS = {"custom_mask_buf": 10, "mask_indptr_buf": 3}
+MASKED_TABLE_BUFFERS = {f"{name}_buf": n for name, n in TABLE_BUFFERS.items()} | MASK_BUFFERS
+BAD_STEPS = {
+    "page size": (
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+        {f"{name}_buffer": n for name, n in TABLE_BUFFERS.items()},
+        lambda plan: plan([0, 1, 2], [3, 1], [4, 4], 4, 2, 64, 0),
+        "page_size",
+    ),
+    "bits": (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        {"qo_indptr_buf": 3} | MASKED_TABLE_BUFFERS,
+        lambda plan: plan(
+            [0, 5, 9], [0, 1, 2], [3, 1], [16, 4], 4, 2, 64, 16, custom_mask=np.ones(96, bool)
+        ),
+        "custom_mask_buf holds",
+    ),
+    "mask offsets": (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        {"qo_indptr_buf": 3} | MASKED_TABLE_BUFFERS | {"mask_indptr_buf": 4},
+        lambda plan: plan(
+            [0, 1, 2], [0, 1, 2], [3, 1], [4, 4], 4, 2, 64, 16, custom_mask=np.ones(8, bool)
+        ),
+        "mask_indptr_buf must be",
+    ),
+    "mask": (
+        flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+        {"qo_indptr_buf": 3, "kv_indptr_buf": 3} | MASK_BUFFERS,
+        lambda plan: plan([0, 1, 2], [0, 4, 8], 4, 2, 64, custom_mask=np.ones(3, bool)),
+        "mask",
+    ),
+    "lengths": (
+        flashinfer.BatchMLAPagedAttentionWrapper,
+        {"qo_indptr": 3, "kv_indptr": 3, "kv_indices": 9, "kv_len_arr": 2},
+        lambda plan: plan(
+            [0, 1, 2], [0, 1, 2], [3, 1], [8, 9], 4, 512, 64, 8, True, 0.1, "float16", "float16"
+        ),
+        r"kv_len_arr\[1\] must be 0 to 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_a_plan_that_raises_leaves_the_buffers_of_a_graph(name):
+    cls, sizes, step, match = BAD_STEPS[name]
+    wrapper, buffers = graph_of(cls, sizes)
+    with pytest.raises(ValueError, match=match):
+        step(wrapper.plan)
+    assert all((buffer == 9).all() for buffer in buffers)
+
+
+def test_a_cascade_that_raises_leaves_the_buffers_of_a_graph(rng):
+    _, *levels = cascade_arrays(rng)
+    names = "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+    buffers = {
+        f"{name}_buf_arr": [np.full_like(level, 9) for level in arrays]
+        for name, arrays in zip(names, levels, strict=True)
+    }
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        2, WORKSPACE, use_cuda_graph=True, **buffers
+    )
+    with pytest.raises(ValueError, match="page_size"):
+        wrapper.plan(*levels, 4, 2, 64, 0)
+    assert all((x == 9).all() for level in buffers.values() for x in level)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_cascade_has_one_buffer_per_level(number):
+    buffers = [np.zeros(3, np.int32)] * number
+    with pytest.raises(ValueError, match=f"qo_indptr_buf_arr must have .* level, 2, got {number}"):
+        flashinfer.MultiLevelCascadeAttentionWrapper(2, WORKSPACE, qo_indptr_buf_arr=buffers)
+
+
 def test_graph_mode_needs_its_buffers():
     with pytest.raises(ValueError, match="needs paged_kv_indptr_buffer"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
@@ -765,6 +849,20 @@ def test_index_arrays_may_be_in_cpu_memory_and_of_either_width(rng):
         indices = (OnCpu(x.astype(dtype)) for x in (QO_INDPTR, *csr(arrays)))
         wrapper.plan(*indices, 4, 2, 64, 16)
         assert_same_bits(wrapper.run(q, arrays.data), want)
+
+
+def test_arrays_of_a_subclass_are_of_its_framework():
+    class Tensor:
+        __module__ = "torch"
+
+    class Weight(Tensor):
+        pass
+
+    class Rows(np.ndarray):
+        pass
+
+    found = (Tensor(), Weight(), JaxArray(), np.empty(1).view(Rows), OnCpu(np.empty(1)))
+    assert [framework(x) for x in found] == ["torch", "torch", "jax", "numpy", "test_flashinfer"]
 
 
 def test_values_of_another_library_on_the_cpu_raise(rng):
@@ -813,6 +911,94 @@ def test_options_that_nothing_honours_are_refused_by_name(name, value, rng):
     arrays = CASE.arrays(rng)
     with pytest.raises(NotImplementedError, match=name):
         prefill_wrapper(CASE, arrays, **{name: value})
+
+
+def latent_plan(rng, **options):
+    """Plan latent attention with options; give the wrapper and the arrays of its runs."""
+    case = MLACase((20, 5), page_size=16, form="pair")
+    arrays = case.arrays(rng)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    table = arrays.indptr, arrays.indices, np.array(case.kv_lens, np.int32)
+    wrapper.plan([0, 1, 2], *table, 4, 512, 64, 16, False, 0.1, "float16", "float16", **options)
+    q = [random_rows(rng, (2, 4, n), "float16") for n in (512, 64)]
+    return wrapper, (*q, *arrays.data)
+
+
+def test_later_keywords_are_taken_where_they_change_nothing_and_else_refused_by_name(rng):
+    arrays, rows = CASE.arrays(rng), CASE.queries(rng, 11, 4)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    paged, ragged = (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+        flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+    )
+    planned = prefill_wrapper(CASE, arrays)
+    latent, given = latent_plan(rng)
+    paged(WORKSPACE, max_total_num_rows=7)
+    latent_plan(rng, query_layout="split", scale_mode="kv-per-tensor", enable_pdl=True)
+    for call, off, on in (
+        (functools.partial(decode, WORKSPACE), None, {"jit_kwargs": {"x": 1}}),
+        (functools.partial(paged, WORKSPACE), False, {"variant_owns_mask": True}),
+        (functools.partial(ragged, WORKSPACE), False, {"variant_owns_mask": True}),
+        (
+            functools.partial(planned.run, rows, arrays.data),
+            None,
+            {"use_fp16_softmax": True, "uses_spcompress": True},
+        ),
+        (
+            functools.partial(ragged(WORKSPACE).plan, [0, 1], [0, 1], 2, 2, 64),
+            None,
+            {"uniform_q_len": 1, "use_token_head_sf": True},
+        ),
+        (
+            functools.partial(latent_plan, rng),
+            None,
+            {"metadata": 1, "seq_lens": [1], "query_layout": "packed"},
+        ),
+        (functools.partial(latent_plan, rng), "none", {"output_scale": "per-tensor"}),
+        (functools.partial(latent_plan, rng), "default", {"scale_mode": "bmm-scalar"}),
+        (functools.partial(latent_plan, rng), False, {"use_sinks": True, "skip_softmax": True}),
+        (
+            functools.partial(latent.run, *given),
+            None,
+            {"query": 1, "kv_cache": 1, "ckv_scale_arr": 1, "bmm1_scale": 1, "bmm2_scale": 1},
+        ),
+    ):
+        call(**dict.fromkeys(on, off))
+        for name, value in on.items():
+            with pytest.raises(NotImplementedError, match=name):
+                call(**{name: value})
+
+
+def test_a_plan_that_raises_leaves_the_one_before(rng):
+    arrays, rows = CASE.arrays(rng), CASE.queries(rng, 5, 4)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(*csr(arrays), 4, 2, 64, 16)
+    want = wrapper.run(rows, arrays.data)
+    with pytest.raises(ValueError, match="last_page_len"):
+        wrapper.plan(*csr(arrays)[:2], [1], 4, 2, 64, 16, q_len_per_req=2)
+    assert_same_bits(wrapper.run(rows, arrays.data, q_len_per_req=1), want)
+    wrapper, given = latent_plan(rng)
+    want = wrapper.run(*given)
+    with pytest.raises(ValueError, match="kv_len_arr"):
+        heads = 4, 512, 32, 16, True, 1.0, "float16", "float16"
+        wrapper.plan([0, 1, 2], [0, 2, 3], [0, 1, 2], [1], *heads)
+    assert_same_bits(wrapper.run(*given), want)
+
+
+def test_latent_results_are_those_that_were_planned(rng):
+    wrapper, given = latent_plan(rng, lse_mode="basee")
+    for asked, got in (({}, "none"), ({"return_lse": True}, "base2")):
+        with pytest.raises(ValueError, match=f"plan was told lse_mode='basee', got '{got}'"):
+            wrapper.run(*given, **asked)
+    wrapper.run(*given, return_lse=True, return_lse_base_on_e=True)
+    wrapper, given = latent_plan(rng, lse_mode="base2")
+    wrapper.run(*given, return_lse=True)
+    with pytest.raises(ValueError, match="got 'basee'"):
+        wrapper.run(*given, return_lse=True, return_lse_base_on_e=True)
+    wrapper, given = latent_plan(rng, output_dtype="float32")
+    assert wrapper.run(*given).dtype == np.float32
+    with pytest.raises(ValueError, match="lse_mode must be one of"):
+        latent_plan(rng, lse_mode="base10")
 
 
 def test_calls_that_were_not_planned_are_refused_by_name(rng):

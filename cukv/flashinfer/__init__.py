@@ -6,9 +6,9 @@ tensors goes on torch's current stream, in memory of torch's allocator, and can 
 ``torch.cuda.graph``. NumPy arrays run the definitions of ``cukv.reference``.
 
 Meanings are FlashInfer's documented ones, as README.md has them for cukv. Arguments that only
-choose among FlashInfer's kernels (``backend``, ``use_tensor_cores``, ``enable_pdl``,
-``non_blocking``, the contents of workspace buffers) change nothing. Others that cukv cannot honour
-raise NotImplementedError; none is ignored.
+choose among FlashInfer's kernels or bound its memory (``backend``, ``use_tensor_cores``,
+``enable_pdl``, ``non_blocking``, ``max_total_num_rows``, the contents of workspace buffers) change
+nothing. Others that cukv cannot honour raise NotImplementedError; none is ignored.
 """
 
 from cukv.flashinfer import cascade, decode, mla, page, prefill, quantization

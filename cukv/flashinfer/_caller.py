@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 
 _CPU_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
 _CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_FRAMEWORKS = {"numpy": "numpy", "cupy": "cupy", "torch": "torch", "jax": "jax", "jaxlib": "jax"}
 _BACKENDS = ("auto", "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cutile")
 
 
 def framework(x: Any) -> str:
     """Name whose array ``x`` is: ``"numpy"``, ``"cupy"``, ``"torch"``, ``"jax"`` or another's."""
-    package = type(x).__module__.partition(".")[0]
-    return "jax" if package == "jaxlib" else package
+    for kind in type(x).__mro__:  # of a subclass too
+        package = kind.__module__.partition(".")[0]
+        if package in _FRAMEWORKS:
+            return _FRAMEWORKS[package]
+    return type(x).__module__.partition(".")[0]
 
 
 # ------------------------------------------------------------------------------------- arrays in

@@ -19,7 +19,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
     ``backend`` changes nothing: shapes choose the kernel. With ``use_cuda_graph`` the four buffers
     are what the graph reads; with a mask it also needs ``custom_mask_buf``, uint8 as long as the
-    packed mask may be, and ``mask_indptr_buf``.
+    packed mask may be, and ``mask_indptr_buf``. ``max_total_num_rows`` changes nothing: the rows
+    of a step are bounded by nothing but the q that a graph was captured with.
     """
 
     _op = "BatchPrefillWithPagedKVCacheWrapper"
@@ -38,10 +39,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        *,
+        variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
     ) -> None:
         """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
         check_backend(self._op, backend)
-        refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
+        refuse(
+            self._op,
+            jit_args=jit_args,
+            jit_kwargs=jit_kwargs,
+            variant_owns_mask=variant_owns_mask,
+        )
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
             "paged_kv_indptr_buf": paged_kv_indptr_buf,
@@ -141,19 +150,29 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 "paged_kv_indices_buf": paged_kv_indices,
                 "paged_kv_last_page_len_buf": paged_kv_last_page_len,
             }
-            rows, indptr, indices, last_page_len = self._hold(op, given)
+            arrays = self._match(op, given)
+            rows, indptr, indices, last_page_len = arrays.values()
             table = PageTable(indptr, indices, last_page_len, page_size)
             mask = None
             if custom_mask is not None or packed_custom_mask is not None:
                 tokens = table.token_indptr
-                if self._use_cuda_graph and self._token_indptr is not None:
-                    self._token_indptr[...] = tokens  # the graph reads the first step's array
-                    tokens = self._token_indptr
-                self._token_indptr = tokens
                 mask = self._mask(op, custom_mask, packed_custom_mask, rows, tokens)
+            if self._use_cuda_graph:
+                rows, indptr, indices, last_page_len = self._hold(arrays)
+                table = PageTable(indptr, indices, last_page_len, page_size)
+                if mask is not None:
+                    mask = self._hold_mask(mask, rows, self._hold_tokens(tokens))
             self._set_nouns(rows, table, mask)
 
     begin_forward = plan
+
+    def _hold_tokens(self, tokens: Array) -> Array:
+        """Give the offsets of tokens that masks are read by; a graph reads the first step's."""
+        if self._token_indptr is None:
+            self._token_indptr = tokens
+        else:
+            self._token_indptr[...] = tokens
+        return self._token_indptr
 
     def run(
         self,
@@ -171,6 +190,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         sinks: Any = None,
         kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
     ) -> Any:
@@ -186,6 +207,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             args=args or None,
             kv_cache_sf=kv_cache_sf,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
         )
         self._check_window(op, window_left)
         qo_indptr, table, mask = self._nouns

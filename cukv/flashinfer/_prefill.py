@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cukv._arrays import Array
+from cukv._check import match, match_dtype, match_index
 from cukv.flashinfer._caller import data, refuse, refuse_positions
 from cukv.flashinfer._wrapper import Wrapper
 from cukv.masks import Mask, PackedMask, RaggedMask
+
+_UINT8 = np.dtype(np.uint8)
 
 
 class PrefillWrapper(Wrapper):
@@ -21,7 +26,7 @@ class PrefillWrapper(Wrapper):
     def _mask(
         self, op: str, custom_mask: Any, packed_custom_mask: Any, qo_indptr: Array, kv_indptr: Array
     ) -> Mask | None:
-        """Give the mask of a step; a graph reads the bits that were copied to its buffers.
+        """Give the mask of a step, as bits that fit the buffers where a graph is to read it.
 
         ``packed_custom_mask`` has each request on bytes of its own, as ``segment_packbits`` makes
         it; ``kv_indptr`` counts tokens.
@@ -42,7 +47,10 @@ class PrefillWrapper(Wrapper):
         for name in ("custom_mask_buf", "mask_indptr_buf"):
             if name not in self._buffers:
                 raise ValueError(f"{op}: use_cuda_graph=True with a mask needs {name}")
-        target, offsets = self._buffers["custom_mask_buf"], self._buffers["mask_indptr_buf"]
+        target = self._buffers["custom_mask_buf"]
+        match(op, "custom_mask_buf", target, ("bytes",), {})
+        match_dtype(op, "custom_mask_buf", target, _UINT8)
+        match_index(op, "mask_indptr_buf", self._buffers["mask_indptr_buf"], len(qo_indptr))
         packed = mask if isinstance(mask, PackedMask) else mask.pack()
         least = len(mask.data) if isinstance(mask, PackedMask) else -(-len(mask.data) // 8)
         if len(target) < least:
@@ -50,9 +58,16 @@ class PrefillWrapper(Wrapper):
                 f"{op}: custom_mask_buf holds [{len(target)}] bytes, the mask needs [{least}] "
                 "or more"
             )
-        size = min(len(target), len(packed.data))  # pack() leaves room, which is zero
-        target[:size] = packed.data[:size]
-        offsets[...] = packed.indptr
+        return packed
+
+    def _hold_mask(self, mask: Mask | None, qo_indptr: Array, kv_indptr: Array) -> Mask | None:
+        """Give the mask of a step: itself, or the buffers that its bits are copied into."""
+        if not self._use_cuda_graph or not isinstance(mask, PackedMask):
+            return mask
+        target, offsets = self._buffers["custom_mask_buf"], self._buffers["mask_indptr_buf"]
+        size = min(len(target), len(mask.data))  # pack() leaves room, which is zero
+        target[:size] = mask.data[:size]
+        offsets[...] = mask.indptr
         return PackedMask(target, qo_indptr, kv_indptr, offsets)
 
     def _replan(

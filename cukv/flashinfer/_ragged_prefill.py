@@ -32,10 +32,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        *,
+        variant_owns_mask: bool = False,
     ) -> None:
         """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
         check_backend(self._op, backend)
-        refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
+        refuse(
+            self._op,
+            jit_args=jit_args,
+            jit_kwargs=jit_kwargs,
+            variant_owns_mask=variant_owns_mask,
+        )
         buffers = {
             "qo_indptr_buf": qo_indptr_buf,
             "kv_indptr_buf": kv_indptr_buf,
@@ -82,6 +89,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         *,
         qo_indptr_cpu: Any = None,
         kv_indptr_cpu: Any = None,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Take the offsets of a step, on the device or the CPU, its mask and its options.
 
@@ -102,6 +111,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             max_sequence_kv=max_sequence_kv,
             v_indptr=v_indptr,
             o_indptr=o_indptr,
+            uniform_q_len=uniform_q_len,
+            use_token_head_sf=use_token_head_sf,
         )
         options = Options(
             self._op,
@@ -121,9 +132,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         )
         with self._planning(options):
             given = {"qo_indptr_buf": qo_indptr, "kv_indptr_buf": kv_indptr}
-            rows, tokens = self._hold(op, given)
-            mask = self._mask(op, custom_mask, packed_custom_mask, rows, tokens)
-            self._set_nouns(rows, tokens, mask)
+            arrays = self._match(op, given)
+            mask = self._mask(op, custom_mask, packed_custom_mask, *arrays.values())
+            rows, tokens = self._hold(arrays)
+            self._set_nouns(rows, tokens, self._hold_mask(mask, rows, tokens))
 
     begin_forward = plan
 

@@ -193,30 +193,37 @@ class Wrapper:
 
     # ------------------------------------------------------------------------------- a step's plan
 
-    def _hold(self, op: str, given: dict[str, Any]) -> list[Array]:
-        """Give the index arrays of a step: themselves, or the buffers that they were copied into.
+    def _match(self, op: str, given: dict[str, Any]) -> dict[str, Array]:
+        """Give the index arrays of a step, or raise if one does not fit its buffer.
 
         ``given`` has them by the names of their buffers. Page ids may be fewer than their buffer
-        holds; all else fills it. Nothing is copied if one does not fit, nor in NumPy a value; on
-        the device values are not read, and those that the buffer's dtype does not hold are cut.
+        holds; all else fills it. Values are read in NumPy; on the device they are not, and those
+        that the buffer's dtype does not hold are cut.
         """
         arrays = {buffer: index(op, buffer, x, self._like) for buffer, x in given.items()}
         home(op, workspace=self._like, **arrays)
         for buffer, array in arrays.items():
             match_index(op, buffer, array)
-        if not self._use_cuda_graph:
-            return list(arrays.values())
-        targets = [self._buffers[buffer] for buffer in arrays]
-        for (buffer, array), held in zip(arrays.items(), targets, strict=True):
+        for buffer, array in arrays.items() if self._use_cuda_graph else ():
+            held = self._buffers[buffer]
             match_index(op, buffer, held)
             size, room = len(array), len(held)
             if size > room or (size < room and "indices" not in buffer):
                 raise ValueError(f"{op}: {buffer} holds [{room}], what is planned is [{size}]")
             if isinstance(array, np.ndarray):
                 narrow(f"{op}: {buffer}", values(array), held.dtype)
-        for array, held in zip(arrays.values(), targets, strict=True):
-            held[: len(array)] = array
-        return targets
+        return arrays
+
+    def _hold(self, arrays: dict[str, Array]) -> list[Array]:
+        """Give the index arrays of a step: themselves, or the buffers that they are copied into.
+
+        Whatever can raise has been done before: a plan that raises writes nothing.
+        """
+        if not self._use_cuda_graph:
+            return list(arrays.values())
+        for buffer, array in arrays.items():
+            self._buffers[buffer][: len(array)] = array
+        return [self._buffers[buffer] for buffer in arrays]
 
     @contextlib.contextmanager
     def _planning(self, options: Options) -> Iterator[None]:

@@ -119,6 +119,9 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
             "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
             "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
         }
+        for name, given in arrays.items():
+            if given is not None:
+                _check_levels(self._op, name, given, num_levels)
         buffers = {
             f"{name}[{level}]": None if given is None else given[level]
             for name, given in arrays.items()
@@ -158,11 +161,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }
         for name, arrays in given.items():
-            if len(arrays) != self._num_levels:
-                raise ValueError(
-                    f"{op}: {name} must have one array per level, {self._num_levels}, "
-                    f"got {len(arrays)}"
-                )
+            _check_levels(op, name, arrays, self._num_levels)
         with self._planning(
             Options(
                 self._op,
@@ -180,7 +179,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                 logits_soft_cap=logits_soft_cap,
             )
         ):
-            held = self._hold(
+            matched = self._match(
                 op,
                 {
                     f"{name}_buf_arr[{level}]": array
@@ -188,17 +187,24 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
                     for level, array in enumerate(arrays)
                 },
             )
-            levels = self._num_levels
-            qo_indptr, *csr = (
-                tuple(held[start : start + levels]) for start in range(0, 4 * levels, levels)
-            )
-            tables = tuple(
-                PageTable(indptr, indices, last_page_len, page_size)
-                for indptr, indices, last_page_len in zip(*csr, strict=True)
-            )
-            self._set_nouns(CascadeLevels(qo_indptr, tables))
+            levels = self._levels(list(matched.values()), page_size)
+            if self._use_cuda_graph:
+                levels = self._levels(self._hold(matched), page_size)
+            self._set_nouns(levels)
 
     begin_forward = plan
+
+    def _levels(self, arrays: list[Array], page_size: int) -> CascadeLevels:
+        """Make the noun of index arrays: of all levels the first, of all the second, and so on."""
+        levels = self._num_levels
+        qo_indptr, *csr = (
+            tuple(arrays[start : start + levels]) for start in range(0, 4 * levels, levels)
+        )
+        tables = tuple(
+            PageTable(indptr, indices, last_page_len, page_size)
+            for indptr, indices, last_page_len in zip(*csr, strict=True)
+        )
+        return CascadeLevels(qo_indptr, tables)
 
     def run(
         self,
@@ -248,3 +254,11 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         self, float_workspace_buffer: Any, int_workspace_buffers: list[Any]
     ) -> None:
         """Do nothing: cukv sizes its own workspace."""
+
+
+def _check_levels(op: str, name: str, arrays: list[Any], num_levels: int) -> None:
+    """Raise unless there is one array per level."""
+    if len(arrays) != num_levels:
+        raise ValueError(
+            f"{op}: {name} must have one array per level, {num_levels}, got {len(arrays)}"
+        )

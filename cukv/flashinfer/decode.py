@@ -91,12 +91,13 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         paged_kv_last_page_len_buffer: Any = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        *,
+        jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
         check_backend(self._op, backend)
-        refuse(self._op, jit_args=jit_args)
+        refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
         self._use_tensor_cores = bool(use_tensor_cores)
-        self._rows_each = 1
         self._row_indptrs: dict[tuple[int, int], Any] = {}
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
@@ -165,7 +166,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if data_type is not None:
             q_data_type = data_type if q_data_type is None else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
-        self._rows_each = int(q_len_per_req)
         options = Options(
             self._op,
             num_qo_heads,
@@ -188,20 +188,25 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
                 "paged_kv_indices_buffer": indices,
                 "paged_kv_last_page_len_buffer": last_page_len,
             }
-            indptr, indices, last_page_len = self._hold(op, given)
+            arrays = self._match(op, given)
+            indptr, indices, last_page_len = arrays.values()
             table = PageTable(indptr, indices, last_page_len, page_size)
-            self._set_nouns(table, self._row_indptr(table))
+            if self._use_cuda_graph:
+                indptr, indices, last_page_len = self._hold(arrays)
+                table = PageTable(indptr, indices, last_page_len, page_size)
+            row_indptr = self._row_indptr(table, int(q_len_per_req))
+            self._set_nouns(table, row_indptr, int(q_len_per_req))
 
     begin_forward = plan
 
-    def _row_indptr(self, table: PageTable) -> Any:
+    def _row_indptr(self, table: PageTable, rows_each: int) -> Any:
         """Give the offsets of each request's rows, if it has several; a graph reads the same."""
-        if self._rows_each == 1:
+        if rows_each == 1:
             return None
-        key = (table.batch_size, self._rows_each)
+        key = (table.batch_size, rows_each)
         if key not in self._row_indptrs:
             xp = np if isinstance(table.indptr, np.ndarray) else cp
-            rows = np.arange(table.batch_size + 1, dtype=np.int32) * self._rows_each
+            rows = np.arange(table.batch_size + 1, dtype=np.int32) * rows_each
             self._row_indptrs[key] = xp.asarray(rows)
         return self._row_indptrs[key]
 
@@ -237,11 +242,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             kv_cache_sf=kv_cache_sf,
         )
         self._check_window(op, window_left)
-        if q_len_per_req is not None and q_len_per_req != self._rows_each:
-            raise ValueError(
-                f"{op}: plan was told q_len_per_req={self._rows_each}, got {q_len_per_req}"
-            )
-        table, row_indptr = self._nouns
+        table, row_indptr, rows_each = self._nouns
+        if q_len_per_req is not None and q_len_per_req != rows_each:
+            raise ValueError(f"{op}: plan was told q_len_per_req={rows_each}, got {q_len_per_req}")
         with working_for(q):
             cache = self._noun_of(paged_kv_cache, lambda given: paged_cache(given, self._layout))
             rows = data(op, "q", q)
@@ -249,9 +252,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             planned: dict[str, Any] = {"window_left": options.window_left}
             queries, attend = rows, cache.decode
             if row_indptr is not None:
-                if len(rows) != table.batch_size * self._rows_each:
+                if len(rows) != table.batch_size * rows_each:
                     raise ValueError(
-                        f"{op}: q must be [{table.batch_size * self._rows_each} rows, "
+                        f"{op}: q must be [{table.batch_size * rows_each} rows, "
                         f"num_qo_heads, head_dim], got {list(rows.shape)}"
                     )
                 queries, attend = RaggedTensor(rows, row_indptr), cache.prefill
