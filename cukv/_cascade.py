@@ -137,8 +137,7 @@ class LevelBatch:
         )  # fmt: skip
         pointers = {name: part.data.ptr if part.size else 0 for name, part in parts.items()}
         in_order = row_order is None
-        counts = (num_rows, num_levels, in_order, splits)
-        of_shared = pack_levels(pointers["q_rows"], 0, 0, 0, *counts)
+        of_shared = pack_levels(pointers["q_rows"], 0, 0, 0, num_rows, num_levels, in_order, splits)
         self.for_shared = (
             self.o.data.ptr, self.lse.data.ptr, 0, pointers["first_seen"], of_shared
         )  # fmt: skip

@@ -132,8 +132,7 @@ def _paying(
             pages = end - max(height, above[-1][1])
             cost = min_saved_bytes
             if cost is None:
-                states = int(rows[stop] - rows[start])
-                cost = _NOT_IN_L2 * (states * STATE_BYTES + RUN_BYTES)
+                cost = _NOT_IN_L2 * _cost(int(rows[stop] - rows[start]), 1)
             if (stop - start - fewer - 1) * pages * page_bytes >= cost:
                 found.append((start, stop, end))
                 fewer = stop - start - 1
@@ -161,7 +160,12 @@ def _gain(runs: list[_Run], rows: np.ndarray, page_bytes: int) -> int:
     """Count the bytes that the runs save, less what they and their rows' partial states cost."""
     pages = sum((run.stop - run.start - 1) * (run.end - run.begin) for run in runs)
     states = sum(int(rows[run.stop] - rows[run.start]) for run in runs)
-    return pages * page_bytes // _NOT_IN_L2 - states * STATE_BYTES - len(runs) * RUN_BYTES
+    return pages * page_bytes // _NOT_IN_L2 - _cost(states, len(runs))
+
+
+def _cost(states: int, runs: int) -> int:
+    """Count the bytes that cost as much as runs and the partial states of their rows."""
+    return states * STATE_BYTES + runs * RUN_BYTES
 
 
 def _tables(
