@@ -310,7 +310,22 @@ def test_a_loop_appends_and_decodes_in_place(place, rng):
     for rows, o in zip(steps, got, strict=True):
         cache.append(rows, rows, table)
         attended(place, o, cache.decode(q, table), scale)
-    same(final.data, cache.data)
+
+
+@pytest.mark.parametrize("place", on_both, indirect=True)
+def test_a_loop_makes_a_call_once_where_its_result_is_carried_and_stacked(place, rng):
+    q = in_jax(random_rows(rng, (7, 4, 16, 16), "float16"))
+
+    @jax.jit
+    def loop(q, cache, table):
+        def layer(x, rows):
+            o = cj.decode(rows + x, cache, table)
+            return o, o
+
+        return jax.lax.scan(layer, q[0], q)[1]
+
+    program = loop.lower(q, *made(CASE, rng)[2:]).compile().as_text()
+    assert program.count('custom_call_target="xla_buffer_python') == 1
 
 
 @pytest.mark.parametrize("place", on_both, indirect=True)
@@ -543,8 +558,7 @@ def test_keys_are_sharded_and_states_merge_by_their_lse(place, rng):
 
     def attend(q, cache, table):
         o, lse = cj.decode(q, cache, table, return_lse=True)
-        states = (jax.lax.all_gather(x, "x", axis=1) for x in (o, lse))
-        o, lse = cj.merge_states(*states)
+        o, lse = cj.pmerge_states(o, lse, "x")
         return o[None], lse[None]  # the same on every device
 
     over_keys = (
@@ -565,6 +579,33 @@ def test_keys_are_sharded_and_states_merge_by_their_lse(place, rng):
     for device in range(len(place)):
         assert_close(o[device], want[0], ATTENTION["float16"], scale=max_abs(v.data))
         assert_close(lse[device], want[1], LSE)
+
+
+@pytest.mark.parametrize("place", on_all, indirect=True)
+def test_states_of_devices_merge_as_those_of_one_array_do(place, rng):
+    o = random_rows(rng, (5, len(place), 3, 8), "float16")
+    lse = (40 * random_rows(rng, (5, len(place), 3), "float32")).astype(np.float32)
+    lse[0] = lse[1, 0] = -np.inf  # no keys anywhere, none on the first
+    o[lse == -np.inf] = np.nan
+
+    def merge(o, lse):
+        return jax.tree.map(lambda x: x[None], cj.pmerge_states(o[:, 0], lse[:, 0], "x"))
+
+    specs = P(None, "x"), P(None, "x")
+    sharded = jax.shard_map(merge, mesh=mesh_of(place), in_specs=specs, out_specs=P("x"))
+    merged, merged_lse = map(np.asarray, jax.jit(sharded)(*spread(place, specs, o, lse)))
+    want, want_lse = cukv.merge_states(o, lse)
+    for device in range(len(place)):
+        assert_close(merged[device], want, MERGE["float16"], scale=max_abs(o[lse > -np.inf]))
+        assert_close(merged_lse[device], want_lse, LSE)
+
+
+def test_states_of_devices_are_checked(place):
+    o, lse = jnp.zeros((2, 3, 8), "float16"), jnp.zeros((2, 3))
+    with pytest.raises(TypeError, match="pmerge_states: lse must be float32, got float16"):
+        cj.pmerge_states(o, lse.astype("float16"), "x")
+    with pytest.raises(ValueError, match=r"pmerge_states: lse must have the shape \(2, 3\)"):
+        cj.pmerge_states(o, lse[:1], "x")
 
 
 def test_benchmarks_over_devices_are_rehearsed_on_cpus():

@@ -19,7 +19,7 @@ JAX's own JaxRuntimeError, which ends with cukv's message.
   all layers. Calls that take one must follow each other on a device, and do: leave
   ``xla_gpu_command_buffer_scheduling_mode`` as it is, not ``CONCURRENT``.
 - **Devices.** Heads shard as they are, and so do keys: states over disjoint keys merge by their
-  base-2 lse (``merge_states`` after ``lax.all_gather``). Shard by ``shard_map``: of calls that are
+  base-2 lse (``pmerge_states``). Shard by ``shard_map``: of calls that are
   only jitted over sharded arrays XLA gathers the arrays.
 - **Inference.** ``jax.grad`` and ``jax.vmap`` through a function raise and name it. Requests are
   the batch axis.
@@ -49,6 +49,7 @@ from cukv.jax._attention import (
 )
 from cukv.jax._memory import append, gather, mla_append, packbits
 from cukv.jax._nouns import noun
+from cukv.jax._sharding import pmerge_states
 
 __all__ = [
     "Plan",
@@ -62,6 +63,7 @@ __all__ = [
     "noun",
     "packbits",
     "plan",
+    "pmerge_states",
     "prefill",
     "ragged_prefill",
 ]

@@ -345,6 +345,10 @@ def call(
         command_buffer_compatible=callback.launches,  # XLA refuses to capture nothing
     )
     found = _inference(op, launch)(*leaves)[: len(specs)]
+    # In a loop XLA writes a call's result where it belongs in a stacked output, by a copy of the
+    # call, and where the result is needed besides, both are done: a barrier has it see one call.
+    if not aliases:
+        found = jax.lax.optimization_barrier(found)
     # Inside shard_map a result differs among the devices that an argument differs among.
     varies = frozenset().union(*(_varying_axes(leaf) for leaf in leaves))
     if varies:
