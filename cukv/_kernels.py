@@ -292,7 +292,9 @@ class _LaunchAttribute(ctypes.Structure):
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_pack_config = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, CTA, smem, stream, attributes
+# CUlaunchConfig: grid, CTA, shared memory, stream; then what all launches share: attributes.
+_pack_config = struct.Struct("=7I4xQ").pack_into
+_pack_attributes = struct.Struct("=40xQI4x").pack
 
 
 @functools.cache
@@ -303,22 +305,8 @@ def _cu_launch_kernel_ex() -> Any:
     return launch
 
 
-def launch_early(function: int, grid: int, cta: int, smem_bytes: int, stream: int) -> None:
-    """Launch a kernel that waits for those before it by itself, with this thread's parameters.
-
-    Its CTAs may be placed while the last launch is ending: half a microsecond less from one small
-    launch to the next.
-    """
-    staging = _staging()
-    config, address = staging.config_and_address
-    _pack_config.pack_into(config, 0, grid, 1, 1, cta, 1, 1, smem_bytes, stream, staging.early, 1)
-    error = _cu_launch_kernel_ex()(address, function, staging.memory_and_address[1], None)
-    if error:
-        raise RuntimeError(f"cukv: cuLaunchKernelEx gave CUDA error {error}")
-
-
 class _Staging(threading.local):
-    """Where this thread packs a launch's parameters; the driver copies them during the call."""
+    """Where this thread packs a launch; the driver copies it during the call."""
 
     def __init__(self) -> None:
         # A thread's first launch needs a context; the driver's call, unlike CuPy's, makes none.
@@ -326,12 +314,11 @@ class _Staging(threading.local):
             cp.cuda.runtime.setDevice(getDevice())
         memory = (ctypes.c_char * 4096)()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
-        # The memory, and the address of the driver's array of pointers to parameters: one look-up.
-        self.memory_and_address = memory, ctypes.addressof(self._pointers)
-        self._early = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        self.early = ctypes.addressof(self._early)
-        config = (ctypes.c_char * _pack_config.size)()
-        self.config_and_address = config, ctypes.addressof(config)
+        self._attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        config = ctypes.create_string_buffer(_pack_attributes(ctypes.addressof(self._attribute), 1))
+        # One look-up: memory of the parameters, the address of the driver's array of pointers to
+        # them; of an early launch its configuration, and the address of that.
+        self.places = memory, ctypes.addressof(self._pointers), config, ctypes.addressof(config)
 
 
 @functools.cache
@@ -358,8 +345,8 @@ class Kernel:
 
     __slots__ = (
         "_device",
-        "_early",
         "_function",
+        "_launch_early",
         "_layout",
         "_name",
         "_pack_into",
@@ -373,9 +360,12 @@ class Kernel:
         self._name, self._device = name, device
         self._raw = raw  # owns the module that holds the function
         self._function = raw.kernel.ptr
-        # Compute capability 9.0 is the first that can.
+        # A kernel that waits for those before it by itself is launched early: its CTAs may be
+        # placed while the last launch is ending, half a microsecond less from one small launch to
+        # the next. Compute capability 9.0 is the first that can.
         waits = "griddepcontrol_wait();" in source(name)
-        self._early = waits and int(cp.cuda.Device(device).compute_capability) >= 90
+        early = waits and int(cp.cuda.Device(device).compute_capability) >= 90
+        self._launch_early = _cu_launch_kernel_ex() if early else None
         self._layout = struct_layout(_params_struct(name), name)
         self._splits: dict[tuple[str, ...], _Split] = {}
         self._pack_into = self._split(self._layout.names).pack_into
@@ -448,17 +438,20 @@ class Kernel:
             with cp.cuda.Device(self._device):
                 self._launch(grid, cta, smem_bytes, pack_into, fixed, *per_call)
             return
-        memory, address = self._staging.memory_and_address
+        memory, address, config, config_address = self._staging.places
         pack_into(memory, 0, *per_call, fixed)
         if recorder.work is not None:
             params = memory.raw[: self._layout.size]
             recorder.work.append(functools.partial(self._repeat, grid, cta, smem_bytes, params))
             return
         stream = get_current_stream().ptr
-        if self._early:
-            launch_early(self._function, grid, cta, smem_bytes, stream)
-        else:
+        if self._launch_early is None:
             launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
+            return
+        _pack_config(config, 0, grid, 1, 1, cta, 1, 1, smem_bytes, stream)
+        error = self._launch_early(config_address, self._function, address, None)
+        if error:
+            raise RuntimeError(f"cukv: cuLaunchKernelEx gave CUDA error {error}")
 
     def _repeat(self, grid: int, cta: int, smem_bytes: int, params: bytes, stream: int) -> None:
         """Make a launch that was recorded; its device is the current one.
@@ -466,7 +459,7 @@ class Kernel:
         Never early: XLA captures what is repeated and updates its graphs, and CUDA updates none
         that has early launches.
         """
-        memory, address = self._staging.memory_and_address
+        memory, address, _, _ = self._staging.places
         ctypes.memmove(memory, params, len(params))
         launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
 

@@ -145,7 +145,7 @@ def _kinds_of(*_geometry: Any) -> dict[tuple[Any, ...], PlanKind]:
 class LatentAttention:
     """Attention over one latent cache, by the kernel whose tiles suit a call."""
 
-    __slots__ = ("_aligned", "_kinds", "_launches", "_mapped", "_pages")
+    __slots__ = ("_aligned", "_kinds", "_mapped", "_pages", "_prepared")
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
@@ -154,8 +154,9 @@ class LatentAttention:
         self._mapped = can_be_mapped(pages)
         shapes = ckv.array.shape[1:], kpe.array.shape[1:]
         self._kinds = _kinds_of(shapes, ckv.dtype, kpe.dtype, ckv.device, self._aligned)
-        # Launches do not depend on the number of pages, which changes from step to step.
-        self._launches: dict[tuple[Any, ...], BoundLaunch | None] = {}
+        # By signature: the kind of the plan that a call without one makes, and its launch; None:
+        # there is nothing to attend from.
+        self._prepared: dict[tuple[Any, ...], tuple[PlanKind, BoundLaunch | None]] = {}
 
     # -------------------------------------------------------------------------------------- plans
 
@@ -174,9 +175,7 @@ class LatentAttention:
             q_nope.dtype,
             q_nope.data.device_id,
             None if qo_indptr is None else array_signature(qo_indptr),
-            table.device,
-            table.batch_size,
-            table.indices.size,
+            table.sizes,
             causal,
         )
         kind = self._kinds.get(signature)
@@ -300,27 +299,26 @@ class LatentAttention:
             None if out is None else array_signature(out),
             None if lse is None else array_signature(lse),
             None if qo_indptr is None else array_signature(qo_indptr),
-            table.device,
-            table.batch_size,
-            table.indices.size,
+            table.sizes,
             None if work is None else work.kind,
         )
-        if signature in self._launches:
-            launch = self._launches[signature]
-        else:
-            launch = self._prepare(call, q_pe, sm_scale, plan, (out, lse))
-            remember(self._launches, signature, launch)
+        prepared = self._prepared.get(signature)
+        if prepared is None:
+            prepared = self._prepare(call, q_pe, sm_scale, plan, (out, lse))
+            remember(self._prepared, signature, prepared)
+        kind, launch = prepared
         ckv, kpe = self._pages
         ckv_scale, kpe_scale = scales
         factors = latent_scale(op, ckv, ckv_scale), latent_scale(op, kpe, kpe_scale)
-        if work is None:
-            work = work_of_call(call, plan, self._kind(call))
+        if work is not None:
+            require_arrays(work, call)
+        else:
+            work = work_of_call(call, plan, kind)
         if out is None:
             out = empty(op, q_nope.shape, output_dtype(q_nope), cp, like=q_nope)
         if lse is None and return_lse:
             lse = empty(op, q_nope.shape[:2], FLOAT32, cp, like=q_nope)
         if work is not None and launch is not None:
-            require_arrays(work, call)
             launch(
                 table.packed,
                 q_nope.data.ptr,
@@ -339,8 +337,8 @@ class LatentAttention:
         sm_scale: float,
         plan: Plan | None,
         results: tuple[Any, Any],
-    ) -> BoundLaunch | None:
-        """Check a call, and prepare the launch of all calls like it; None: nothing to attend."""
+    ) -> tuple[PlanKind, BoundLaunch | None]:
+        """Check a call, and prepare all calls like it."""
         op, q_nope, qo_indptr, table, causal = call
         key, _ = check_latent_call(call, self._pages)
         check_rotary_queries(op, q_nope, q_pe, self._pages.second)
@@ -352,7 +350,7 @@ class LatentAttention:
         require_plan(op, plan, key)
         kind = self._kind(call)
         if not kind.tiles:
-            return None
+            return kind, None
         (tile,) = kind.tiles
         if plan is not None and plan.work is not None:
             tile = self._tile_of_plan(op, plan, table.device)
@@ -364,7 +362,7 @@ class LatentAttention:
         if isinstance(tile, MlaDecodeSm90Tile):
             tile = tile._replace(mapped=self._mapped)  # a plan may be of other strides
             maps = (latent_maps(self._pages) if self._mapped else NO_MAPS)._asdict()
-        return kernel(tile.kernel, ckv.device, **tile.template_args).bind(
+        launch = kernel(tile.kernel, ckv.device, **tile.template_args).bind(
             self._num_parts(tile, call) * num_blocks,
             tile.threads,
             tile.smem_bytes,
@@ -382,6 +380,7 @@ class LatentAttention:
             evict_first=qo_indptr is None,  # rows beyond a tile read the same keys again
             **maps,
         )
+        return kind, launch
 
     def _tile_of_plan(self, op: str, plan: Plan, device: int) -> LatentTile:
         """Give the tile that a plan settled on, or raise if it cannot serve this cache."""

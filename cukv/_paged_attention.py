@@ -41,6 +41,7 @@ from cukv._specialisations import Sm90Tile, sm90_tiles
 from cukv._tensor_maps import KvMaps, are_paged, kv_maps
 from cukv._tiles import Grid, Served, choose_grid, choose_level_tiles, choose_tiles, portable_tile
 from cukv.masks import PackedMask
+from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
     from cukv._kernels import BoundLaunch
@@ -116,10 +117,11 @@ class PagedAttention:
 
     def _kind(self, call: PagedCall, batch_invariant: bool) -> PlanKind:
         """Give what plans like this one share, checked and sized at the first of them."""
-        op, q, qo_indptr, table, causal, window_left, _, levels = call
+        op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
-        self._pages.check_table(op, table)
+        if type(table) is not PageTable:
+            self._pages.check_table(op, table)
         if type(window_left) is not int:
             window_left = check_window(op, window_left)
         signature = (
@@ -127,12 +129,10 @@ class PagedAttention:
             q.dtype,
             q.data.device_id,
             None if qo_indptr is None else qo_indptr.size,
-            table.device,
-            table.batch_size,
-            table.indices.size,
+            table.sizes,
             causal,
             window_left,
-            _mask_signature(call),
+            None if custom_mask is None else _mask_signature(call),
             None if levels is None else levels.signature,
             batch_invariant,
         )
@@ -236,7 +236,8 @@ class PagedAttention:
         op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
-        self._pages.check_table(op, table)
+        if type(table) is not PageTable:
+            self._pages.check_table(op, table)
         sm_scale, logits_soft_cap, sinks = logits
         out, lse, return_lse = results
         if type(out) not in AS_GIVEN or type(lse) not in AS_GIVEN:
@@ -267,10 +268,8 @@ class PagedAttention:
         signature = (
             arrays,
             None if qo_indptr is None else qo_indptr.size,
-            table.device,
-            table.batch_size,
-            table.indices.size,
-            _mask_signature(call),
+            table.sizes,
+            None if custom_mask is None else _mask_signature(call),
             None if levels is None else levels.signature,
             None if work is None else work.kind,
         )
@@ -281,17 +280,20 @@ class PagedAttention:
             prepared = self._prepare(call, logits, plan, (out, lse), arrays)
             remember(self._prepared, signature, prepared)
         factors = pack_scales(op, scales, table.device)
-        if work is None:
+        if work is not None:
+            require_arrays(work, call)
+        else:
             work = work_of_call(call, plan, prepared.kind)
         if out is None:
             out = empty(op, (*q.shape[:2], self._head_dim_vo), output_dtype(q), cp, like=q)
         if lse is None and return_lse:
             lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
         if work is not None:
-            require_arrays(work, call)
             if work.mask is not custom_mask:
                 _require_mask(op, work, custom_mask)
-            results_at = (
+            arrays_at = (
+                table.packed,
+                q.data.ptr,
                 out.data.ptr,
                 0 if lse is None else lse.data.ptr,
                 0 if sinks is None else sinks.data.ptr,
@@ -299,15 +301,14 @@ class PagedAttention:
             )
             if levels is None:
                 for launch, packed in zip(prepared.launches, work.packed, strict=True):
-                    launch(table.packed, q.data.ptr, *results_at, NO_LEVELS, packed, *factors)
+                    launch(*arrays_at, NO_LEVELS, packed, *factors)
             else:
                 shared, leaves = prepared.launches
                 packed, packed_leaves = work.packed
                 # v_scale comes once, and so do sinks
                 unscaled = (*factors[:2], UNIT_SCALE)
                 shared(table.packed, q.data.ptr, *levels.for_shared, packed, *unscaled)
-                of_leaves = (*results_at, levels.packed, packed_leaves)
-                leaves(table.packed, q.data.ptr, *of_leaves, *factors)
+                leaves(*arrays_at, levels.packed, packed_leaves, *factors)
         return (out, lse) if return_lse else out
 
     def _prepare(

@@ -206,6 +206,10 @@ class _ListSizes:
         return packed, _pack_tile_list(packed, *self._tail)
 
 
+# Lists as kernels/common/work.cuh's WorkList, which calls take, and as two TileLists for the plan.
+_Packed = tuple[tuple[bytes, ...], tuple[bytes, ...]]
+
+
 def _lay_out(*sections: int) -> tuple[list[int], int]:
     """Give the offsets of sections of so many bytes, and the bytes of all."""
     rounded = [-(-size // _SECTION) * _SECTION for size in sections]
@@ -229,7 +233,7 @@ class WorkSizes:
     There is one list per ``Cut``, at most two.
     """
 
-    __slots__ = ("_fill", "_fill_mask", "_lists")
+    __slots__ = ("_at", "_bytes", "_fills", "_lists")
 
     def __init__(
         self,
@@ -243,14 +247,21 @@ class WorkSizes:
         mask_kind: type | None = None,
     ) -> None:
         self._lists = [_ListSizes(cut, batch, batch_invariant) for cut in cuts]
+        self._bytes = (
+            sum(sizes.list_bytes for sizes in self._lists),
+            sum(sizes.ticket_bytes for sizes in self._lists),
+            sum(sizes.state_bytes for sizes in self._lists),
+        )
+        # Memory of a pool comes back at the same address: lists as they were packed there.
+        self._at: tuple[tuple[int, int, int], _Packed] = (-1, -1, -1), ((), ())
         max_tiles = max(sizes.max_tiles for sizes in self._lists)
         window_left = min(window_left, LONGEST_WINDOW)
         shared = {"group": pack_divisor(batch.group_size), "num_q_rows": batch.num_rows}
-        self._fill_mask: BoundLaunch | None = None
+        fill_mask: BoundLaunch | None = None
         if mask_kind is not None:
             num_ctas = min(max_tiles, num_sms(device) * _MASK_CTAS_PER_SM)
             is_bits = str(mask_kind is PackedMask).lower()
-            self._fill_mask = kernel("mask_tiles", device, BITS=is_bits).bind(
+            fill_mask = kernel("mask_tiles", device, BITS=is_bits).bind(
                 num_ctas * len(cuts),
                 _MASK_THREADS,
                 per_call=("table", "qo_indptr", "first", "second", "source"),
@@ -272,7 +283,7 @@ class WorkSizes:
             "ONE_TILE": str(one_tile).lower(),
             "FIXED": str(batch_invariant).lower(),
         }
-        self._fill: BoundLaunch = kernel("plan", device, **template_args).bind(
+        fill: BoundLaunch = kernel("plan", device, **template_args).bind(
             num_ctas * len(cuts),
             threads,
             per_call=("table", "qo_indptr", "first", "second", "first_seen"),
@@ -282,6 +293,7 @@ class WorkSizes:
             window_left=window_left,
             **shared,
         )
+        self._fills = fill, fill_mask
 
     def make(
         self,
@@ -295,34 +307,40 @@ class WorkSizes:
 
         ``kind`` is what their maker wants to know them by; ``first_seen`` is ``PagedCall``'s.
         """
-        list_bytes = sum(sizes.list_bytes for sizes in self._lists)
-        ticket_bytes = sum(sizes.ticket_bytes for sizes in self._lists)
-        state_bytes = sum(sizes.state_bytes for sizes in self._lists)
+        list_bytes, ticket_bytes, state_bytes = self._bytes
         memory = None
         if placement.place is not None:
-            base, tickets, states = placement.place(list_bytes, ticket_bytes, state_bytes)
+            addresses = placement.place(list_bytes, ticket_bytes, state_bytes)
         else:
             memory = _alloc(list_bytes + ticket_bytes + state_bytes, table.device)
-            base, tickets = memory.ptr, memory.ptr + list_bytes
-            states = tickets + ticket_bytes
+            tickets = memory.ptr + list_bytes
+            addresses = memory.ptr, tickets, tickets + ticket_bytes
+        packed_at, packed = self._at
+        if packed_at != addresses:
+            packed = self._pack(*addresses)
+            self._at = addresses, packed
+        lists = WorkLists(self._fills, table, qo_indptr, mask, first_seen, memory, packed, kind)
+        lists.update()
+        return lists
+
+    def _pack(self, base: int, tickets: int, states: int) -> _Packed:
+        """Pack the lists, which lie one after the other from these addresses."""
         packed = []
         for sizes in self._lists:
             packed.append(sizes.pack(base, tickets, states))
             base += sizes.list_bytes
             tickets += sizes.ticket_bytes
             states += sizes.state_bytes
-        fills = (self._fill, self._fill_mask)
-        lists = WorkLists(fills, table, qo_indptr, mask, first_seen, memory, packed, kind)
-        lists.update()
-        return lists
+        of_calls, of_plan = zip(*packed, strict=True)
+        return of_calls, (*of_plan, *(_NO_LIST,) * (2 - len(packed)))
 
 
 class WorkLists:
     """The work lists of a plan in device memory, and the arrays that they follow."""
 
     __slots__ = (
-        "_fill", "_fill_mask", "_first_seen", "_indptr", "_lists", "_memory", "_source", "kind",
-        "mask", "packed", "qo_indptr", "table",
+        "_arguments", "_fills", "_first_seen", "_memory", "_source", "kind", "mask", "packed",
+        "qo_indptr", "table",
     )  # fmt: skip
 
     def __init__(
@@ -333,25 +351,21 @@ class WorkLists:
         mask: Mask | None,
         first_seen: Array | None,
         memory: cp.cuda.MemoryPointer | None,
-        packed: list[tuple[bytes, bytes]],
+        packed: _Packed,
         kind: Any,
     ) -> None:
-        self._fill, self._fill_mask = fills
-        self.table, self.qo_indptr, self._memory = table, qo_indptr, memory
-        self._indptr = pack_index(qo_indptr)
-        self._first_seen = first_seen
-        self._lists = [of_plan for _, of_plan in packed] + [_NO_LIST] * (2 - len(packed))
+        self.table, self.qo_indptr, self.mask, self.kind = table, qo_indptr, mask, kind
+        self._first_seen, self._memory, self._fills = first_seen, memory, fills
+        self.packed, lists = packed
+        self._arguments = (table.packed, pack_index(qo_indptr), *lists)
         self._source = b"" if mask is None else _pack_mask(mask)
-        self.packed = [of_call for of_call, _ in packed]  # kernels/common/work.cuh's WorkList
-        self.mask = mask
-        self.kind = kind
 
     def update(self) -> None:
         """Fill the lists from the present contents of the arrays."""
-        if self._fill_mask is not None:
-            self._fill_mask(self.table.packed, self._indptr, *self._lists, self._source)
-        first_seen = 0 if self._first_seen is None else self._first_seen.data.ptr
-        self._fill(self.table.packed, self._indptr, *self._lists, first_seen)
+        fill, fill_mask = self._fills
+        if fill_mask is not None:
+            fill_mask(*self._arguments, self._source)
+        fill(*self._arguments, 0 if self._first_seen is None else self._first_seen.data.ptr)
 
 
 def _pack_mask(mask: Mask) -> bytes:

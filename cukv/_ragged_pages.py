@@ -55,28 +55,35 @@ def _signature(q: Array, qo_indptr: Array) -> tuple[Any, ...]:
     return (q.shape, q.dtype, q.data.device_id, qo_indptr.shape)
 
 
-_Found = weakref.WeakKeyDictionary["RaggedTensor", RaggedPages]
-_found: weakref.WeakKeyDictionary[RaggedTensor, _Found] = weakref.WeakKeyDictionary()
+class _OfKeys(NamedTuple):
+    """What all values that go with some keys share, and the pages of each."""
+
+    table: PageTable  # a plan is made from k alone, and serves calls with v
+    of_values: weakref.WeakKeyDictionary[RaggedTensor, RaggedPages]
+
+
+_found: weakref.WeakKeyDictionary[RaggedTensor, _OfKeys] = weakref.WeakKeyDictionary()
 
 
 def checked_pages(k: Any, v: Any, q: Array, qo_indptr: Array) -> RaggedPages | None:
     """Find k and v as pages if queries like these have been checked against them."""
-    of_v = _found.get(k) if type(q) is cp.ndarray else None
-    pages = None if of_v is None else of_v.get(v)
+    of_keys = _found.get(k) if type(q) is cp.ndarray else None
+    pages = None if of_keys is None else of_keys.of_values.get(v)
     return pages if pages is not None and _signature(q, qo_indptr) in pages.checked else None
 
 
 def ragged_pages(op: str, k: RaggedTensor, v: RaggedTensor) -> RaggedPages:
     """Give k and v as pages; calls that bring the same nouns again find them."""
-    of_v = _found.get(k)
-    if of_v is None:
-        of_v = _found[k] = weakref.WeakKeyDictionary()
-    pages = of_v.get(v)
+    of_keys = _found.get(k)
+    if of_keys is None:
+        of_keys = _found[k] = _OfKeys(_table(k), weakref.WeakKeyDictionary())
+    table, of_values = of_keys
+    pages = of_values.get(v)
     if pages is None:
         pair = _RaggedPair(
             *(Pages(op, name, x.rows[:, None], None) for name, x in (("k", k), ("v", v)))
         )
-        pages = of_v[v] = RaggedPages(PagedAttention(pair), _table(k), set())
+        pages = of_values[v] = RaggedPages(PagedAttention(pair), table, set())
     return pages
 
 

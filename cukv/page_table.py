@@ -80,6 +80,7 @@ class PageTable(Noun):
 
     batch_size: ClassVar[int]  # requests; set by each instance
     device: ClassVar[int]  # -1 in NumPy
+    sizes: ClassVar[tuple[int, ...]]  # what launches depend on: device, sizes of all
     packed: ClassVar[bytes]  # on a GPU: the table as kernels/common/paged.cuh's PageTable
 
     def __post_init__(self) -> None:
@@ -97,11 +98,13 @@ class PageTable(Noun):
         match_index(op, "last_page_len", last_page_len, len(indptr) - 1)
         size = page_size_of(op, self.page_size)
         self._set(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=size)
-        self._set(batch_size=len(indptr) - 1, device=device_of(indptr))
+        batch_size, device = len(indptr) - 1, device_of(indptr)
+        self._set(batch_size=batch_size, device=device)
+        self._set(sizes=(device, batch_size, len(indices), size))
         if xp is cp:
             index = (pack_index(indptr), pack_index(indices), pack_index(last_page_len))
             self._set(
-                packed=_pack_table(*index, len(indptr) - 1, size, pack_divisor(size)),
+                packed=_pack_table(*index, batch_size, size, pack_divisor(size)),
             )
 
     # ------------------------------------------------------------------------------- constructors

@@ -444,9 +444,11 @@ class PagedKVCache(CacheNoun):
         op = "PagedKVCache.decode"
         if isinstance(q, RaggedTensor):
             raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
+        if type(q) is not cp.ndarray:
+            q = as_array(op, "q", q)
         attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(
-            PagedCall(op, as_array(op, "q", q), None, table, False, window_left),
+            PagedCall(op, q, None, table, False, window_left),
             (sm_scale, logits_soft_cap, sinks),
             (q_scale, k_scale, v_scale),
             plan,

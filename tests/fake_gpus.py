@@ -3,11 +3,14 @@
 No kernel is compiled, and arrays are ``cases.fake_cupy``'s, which nothing reads or writes.
 """
 
+import ctypes
 from typing import NamedTuple
 
 import cupy as cp
 
 from cukv import _arrays, _kernels, _latent_attention, _paged_attention, _plan, _tensor_maps
+
+STREAM_OFFSET = 32  # in CUlaunchConfig
 
 # What remembers devices or what was loaded on them.
 KNOWN_DEVICES = (
@@ -84,6 +87,10 @@ class FakeGpus:
         def launch(function, stream):
             self.launches.append(Launch(*functions[function], self.current, stream))
 
+        def launch_ex(config, function, *parameters):
+            launch(function, ctypes.c_uint64.from_address(config + STREAM_OFFSET).value)
+            return 0
+
         def get_device():
             return self.current
 
@@ -98,7 +105,7 @@ class FakeGpus:
             (_kernels, "get_current_stream", Stream),
             # A function, grid, CTA, bytes of shared memory, a stream, and parameters.
             (_kernels, "launchKernel", lambda *args: launch(args[0], args[8])),
-            (_kernels, "launch_early", lambda *args: launch(args[0], args[4])),
+            (_kernels, "_cu_launch_kernel_ex", lambda: launch_ex),
             (_kernels, "_cubin", lambda name, *_: (name, name)),
             (_kernels, "_loaded", {}),
             (_kernels, "_locks", {}),

@@ -324,7 +324,7 @@ def test_a_bound_launch_packs_what_a_call_by_name_packs(first, padded, fake_gpu)
     per_call = tuple(values)[:first]
     fixed = {name: values[name] for name in reversed(values) if name not in per_call}
     launch = padded.bind(3, 128, 64, per_call=per_call, **fixed)
-    ctypes.memset(_kernels._staging().memory_and_address[0], 255, layout.size)
+    ctypes.memset(_kernels._staging().places[0], 255, layout.size)
     launch(*(values[name] for name in per_call))
     assert fake_gpu[0] == fake_gpu[1]
     assert packed(fake_gpu[1], layout) == by_name
@@ -408,8 +408,9 @@ def test_kernels_that_wait_by_themselves_are_launched_early_where_that_exists(
         assert configs == [((3, 1, 1, 64, 1, 1, 1024, 1), 1, (6, 0, 1), 1, None)]
         assert fake_gpu == []
         monkeypatch.setattr(_kernels, "_cu_launch_kernel_ex", lambda: lambda *_: 1)
+        fails = _kernels.Kernel("plan", 0, FakeModule(None))
         with pytest.raises(RuntimeError, match="cuLaunchKernelEx gave CUDA error 1"):
-            waits._launch(3, 64, 1024, lambda *_: None, b"")
+            fails._launch(3, 64, 1024, lambda *_: None, b"")
     else:
         assert configs == []
         assert len(fake_gpu) == 1
@@ -457,6 +458,5 @@ def test_an_append_gives_its_kernel_each_array_where_it_belongs(way, fake_gpu, m
 def test_every_parameter_struct_fits_the_staging_memory():
     for name in _kernels.specialisations():
         struct_name = _kernels._params_struct(name)
-        assert _kernels.struct_layout(struct_name, name).size <= len(
-            _kernels._staging().memory_and_address[0]
-        )
+        size = _kernels.struct_layout(struct_name, name).size
+        assert size <= len(_kernels._staging().places[0])
