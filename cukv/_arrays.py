@@ -14,6 +14,7 @@ from typing import Any
 import cupy as cp
 import ml_dtypes
 import numpy as np
+from cupy_backends.cuda.api.runtime import getDevice
 
 from cukv._recording import set_bytes_to_zero
 
@@ -99,9 +100,10 @@ def empty(
         return np.empty(shape, dtype)
     if xp is not cp:
         raise TypeError(f"{op}: xp must be cupy or numpy, got {xp!r}")
-    if not is_available():
-        raise CudaUnavailableError(op)
-    if like is not None and cp.cuda.runtime.getDevice() != like.data.device_id:
+    if like is None:
+        if not is_available():
+            raise CudaUnavailableError(op)
+    elif getDevice() != like.data.device_id:
         with on_device_of(like):
             return empty(op, shape, dtype, xp)
     if dtype in FP8:
@@ -170,7 +172,7 @@ def converted(array: Array, dtype: np.dtype[Any]) -> Array:
 def is_capturing(device: int) -> bool:
     """Tell whether launches on a device are being captured into a graph: by its current stream."""
     stream = cp.cuda.get_current_stream(device)
-    if stream.ptr in _NULL_STREAMS and cp.cuda.runtime.getDevice() != device:
+    if stream.ptr in _NULL_STREAMS and getDevice() != device:
         with cp.cuda.Device(device):
             return bool(stream.is_capturing())
     return bool(stream.is_capturing())
@@ -260,7 +262,7 @@ def _capsule_fields(capsule: Any) -> tuple[ctypes.c_uint8, int]:
 
 def to_dlpack(array: Array, **kwargs: Any) -> Any:
     """Export an array with its own type code, bfloat16 and fp8 included."""
-    if isinstance(array, cp.ndarray) and cp.cuda.runtime.getDevice() != array.data.device_id:
+    if isinstance(array, cp.ndarray) and getDevice() != array.data.device_id:
         # CuPy has the consumer wait for the current stream of the current device.
         with on_device_of(array):
             return to_dlpack(array, **kwargs)

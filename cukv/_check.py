@@ -10,6 +10,11 @@ import numpy as np
 
 from cukv._arrays import INDEX_DTYPES, Array
 
+_VIEWS = {
+    np.dtype(np.uint16): "ml_dtypes.bfloat16",
+    np.dtype(np.uint8): "ml_dtypes.float8_e4m3fn (or _e5m2)",
+}
+
 
 def match(
     op: str, name: str, array: Array, pattern: tuple[str, ...], dims: dict[str, int | None]
@@ -44,10 +49,10 @@ def match_dtype(op: str, name: str, array: Array, *allowed: np.dtype[Any]) -> No
 
 def bits_hint(dtype: np.dtype[Any]) -> str:
     """Say how bits held in unsigned integers become a float dtype."""
-    views = {"uint16": "ml_dtypes.bfloat16", "uint8": "ml_dtypes.float8_e4m3fn (or _e5m2)"}
-    if dtype.name not in views:
+    view = _VIEWS.get(dtype)
+    if view is None:
         return ""
-    return f"; if these are the bits of another dtype, pass a view: .view({views[dtype.name]})"
+    return f"; if these are the bits of another dtype, pass a view: .view({view})"
 
 
 def match_index(op: str, name: str, array: Array, size: int | None = None) -> None:

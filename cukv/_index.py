@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cupy as cp
@@ -52,6 +53,7 @@ def pack_index_argument(op: str, name: str, x: Array, size: int, like: Array) ->
     return _pack_index(pointer, stride, size, width)
 
 
+@functools.lru_cache(maxsize=1024)
 def pack_divisor(divisor: int) -> bytes:
     """Pack a divisor so that ``n // divisor == (2 * n * magic >> 32) >> shift`` for n < 2**31.
 

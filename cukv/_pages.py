@@ -54,6 +54,8 @@ _BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 # of HND rows change.
 _MAX_MOVES = _MAX_APPENDS = 64
 
+_UNIT_SCALES = (UNIT_SCALE, UNIT_SCALE)
+
 
 class PagePair:
     """The two storage arrays of a cache, under one page table."""
@@ -128,12 +130,12 @@ class PagePair:
         indptr: Array | None,
         batch_indices: Array | None,
         positions: Array | None,
-        k_scale: Any,
-        v_scale: Any,
+        scales: tuple[Any, Any],
     ) -> None:
         """Write packed rows into the pages of both storage arrays, in one launch."""
-        self.check_table(op, table)
-        first, second, batch_size = self.first, self.second, table.batch_size
+        if type(table) is not PageTable or table.page_size != self.page_size:
+            self.check_table(op, table)
+        first, batch_size = self.first, table.batch_size
         if (
             type(k) is not cp.ndarray
             or type(v) is not cp.ndarray
@@ -150,10 +152,8 @@ class PagePair:
             append = self._appends[signature] = self._append(op, k, v, batch_size)
         if indptr is None or batch_indices is not None or positions is not None:
             _check_row_arguments(op, len(k), batch_size, indptr, batch_indices, positions)
-        k_factor = _append_scale(op, first, k_scale)
-        v_factor = _append_scale(op, second, v_scale)
+        factors = self._append_scales(op, scales)
         if first.device < 0:
-            factors = (k_factor, v_factor)
             self._append_on_host(op, (k, v), table, indptr, batch_indices, positions, factors)
             return
         rows = batch = token = NO_INDEX
@@ -169,7 +169,8 @@ class PagePair:
             token = pack_index_argument(op, "positions", positions, len(k), table.indptr)
         if append.nothing:
             return
-        append.launch(table.packed, k.data.ptr, v.data.ptr, rows, batch, token, k_factor, v_factor)
+        at = k.data.ptr, v.data.ptr
+        append.at(*at)(table.packed, *at, rows, batch, token, *factors)
 
     def _check_rows(self, op: str, k: Array, v: Array, table: PageTable) -> None:
         """Raise unless there are as many rows of both, in the home of all."""
@@ -191,6 +192,13 @@ class PagePair:
             move = self._append_moves[signature] = AppendMove(op, (self.first, self.second), (k, v))
         nothing = batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]
         return Append(move, len(k), batch_size, nothing)
+
+    def _append_scales(self, op: str, scales: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Parse the scales of rows to append."""
+        k, v = scales
+        if type(k) is type(v) is float and k == v == 1.0:  # by far the most calls
+            return _UNIT_SCALES if self.first.device >= 0 else scales
+        return _append_scale(op, self.first, k), _append_scale(op, self.second, v)
 
     def _append_on_host(
         self,
@@ -322,8 +330,6 @@ def _parse_scale(op: str, pages: Pages, scale: Any) -> Any:
 
 def _append_scale(op: str, pages: Pages, scale: Any) -> Any:
     """Parse the scale of rows to append; only fp8 pages hold scaled values."""
-    if type(scale) is float and scale == 1.0:  # by far the most calls
-        return UNIT_SCALE if pages.device >= 0 else 1.0
     parsed = _parse_scale(op, pages, scale)
     if parsed in (0.0, NO_SCALE):
         raise ValueError(f"{op}: {pages.name}_scale must not be 0: rows are divided by it")

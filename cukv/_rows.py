@@ -183,10 +183,10 @@ class Append:
         self.nothing = nothing  # is to be done
         self._launches: dict[int, BoundLaunch] = {}  # by the bits of addresses below 16
 
-    def launch(self, table: bytes, k: int, v: int, *others: bytes) -> None:
-        """Launch for rows at the addresses k and v."""
+    def at(self, k: int, v: int) -> BoundLaunch:
+        """Give the launch for rows at these addresses."""
         misaligned = (k | v) % 16
         launch = self._launches.get(misaligned)
         if launch is None:
             launch = self._launches[misaligned] = self._move.bind(misaligned, *self._sizes)
-        launch(table, k, v, *others)
+        return launch

@@ -86,10 +86,11 @@ class PageTable(Noun):
     def __post_init__(self) -> None:
         """Check the structure once; nothing of it can change afterwards."""
         op = "PageTable"
-        given = {n: getattr(self, n) for n in ("indptr", "indices", "last_page_len")}
-        arrays = [as_array(op, n, x) for n, x in given.items() if not isinstance(x, SEQUENCES)]
-        like = arrays[0] if arrays else None
-        indptr, indices, last_page_len = (as_index(op, n, x, like) for n, x in given.items())
+        names = ("indptr", "indices", "last_page_len")
+        given = list(zip(names, (self.indptr, self.indices, self.last_page_len), strict=True))
+        arrays = (as_array(op, n, x) for n, x in given if not isinstance(x, SEQUENCES))
+        like = next(arrays, None)
+        indptr, indices, last_page_len = (as_index(op, n, x, like) for n, x in given)
         xp = home(op, indptr=indptr, indices=indices, last_page_len=last_page_len)
         match_index(op, "indptr", indptr)
         if not len(indptr):
@@ -97,15 +98,19 @@ class PageTable(Noun):
         match_index(op, "indices", indices)
         match_index(op, "last_page_len", last_page_len, len(indptr) - 1)
         size = page_size_of(op, self.page_size)
-        self._set(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=size)
         batch_size, device = len(indptr) - 1, device_of(indptr)
-        self._set(batch_size=batch_size, device=device)
-        self._set(sizes=(device, batch_size, len(indices), size))
+        self._set(
+            indptr=indptr,
+            indices=indices,
+            last_page_len=last_page_len,
+            page_size=size,
+            batch_size=batch_size,
+            device=device,
+            sizes=(device, batch_size, len(indices), size),
+        )
         if xp is cp:
             index = (pack_index(indptr), pack_index(indices), pack_index(last_page_len))
-            self._set(
-                packed=_pack_table(*index, batch_size, size, pack_divisor(size)),
-            )
+            self._set(packed=_pack_table(*index, batch_size, size, pack_divisor(size)))
 
     # ------------------------------------------------------------------------------- constructors
 

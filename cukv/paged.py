@@ -253,8 +253,10 @@ class PagedKVCache(CacheNoun):
         synchronisation. Source: kernels/append.cu.
         """
         op = "PagedKVCache.append"
-        rows = (as_rows(op, "k", k), as_rows(op, "v", v))
-        self._pages.append(op, *rows, table, indptr, batch_indices, positions, k_scale, v_scale)
+        if type(k) is not cp.ndarray or type(v) is not cp.ndarray:
+            k, v = as_rows(op, "k", k), as_rows(op, "v", v)
+        scales = (k_scale, v_scale)
+        self._pages.append(op, k, v, table, indptr, batch_indices, positions, scales)
 
     def gather(
         self,
@@ -513,7 +515,8 @@ return_lse
         kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "PagedKVCache.prefill"
-        require_ragged(op, q=q)
+        if type(q) is not RaggedTensor:
+            require_ragged(op, q=q)
         attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(
             PagedCall(op, q.rows, q.indptr, table, bool(causal), window_left, custom_mask),

@@ -331,7 +331,8 @@ class RaggedTensor(ArrayNoun):
         kernels/mask_tiles.cu.
         """
         op = "RaggedTensor.prefill"
-        require_ragged(op, k=k, v=v)
+        if type(k) is not RaggedTensor or type(v) is not RaggedTensor:
+            require_ragged(op, k=k, v=v)
         pages = checked_pages(k, v, self.rows, self.indptr)
         if pages is None:
             key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)

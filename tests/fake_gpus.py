@@ -97,7 +97,7 @@ class FakeGpus:
         for place, name, fake in (
             (cp.cuda, "Device", Device),
             (cp.cuda, "get_current_stream", Stream),
-            (cp.cuda.runtime, "getDevice", get_device),
+            (_arrays, "getDevice", get_device),
             (cp, "RawModule", Module),
             (_arrays, "is_available", lambda: True),
             (_plan, "getDevice", get_device),

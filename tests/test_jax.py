@@ -791,7 +791,7 @@ def launched(place, monkeypatch, request):
     monkeypatch.setattr(Device, "compute_capability", request.param)
     monkeypatch.setattr(cp.cuda, "Device", Device)
     monkeypatch.setattr(_tensor_maps, "_cu_tensor_map_encode_tiled", lambda: lambda *_: 0)
-    monkeypatch.setattr(cp.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(_arrays, "getDevice", lambda: 0)
     monkeypatch.setattr(_xla, "getDevice", lambda: 0)
     monkeypatch.setattr(_xla, "gpus", lambda: {0: place[0]})
     monkeypatch.setattr(_xla, "_DEVICE_TYPES", {1: True})
