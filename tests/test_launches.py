@@ -1,10 +1,14 @@
 """The host's half of every attention operation, on a GPU that is not there."""
 
+from types import SimpleNamespace
+
 import pytest
 from cases import fake_cupy
 from fake_gpus import FakeGpus
 
 import cukv
+from cukv import _plan
+from cukv._ragged_pages import ragged_pages
 
 BATCH, HEADS, KV_HEADS, NNZ, PAGE_SIZE = 4, 16, 2, 40, 16
 
@@ -89,3 +93,39 @@ def test_a_cascade_attends_to_every_level(window_left, table, gpu):
     launched = gpu.names()
     assert launched.count("plan") >= 1
     assert "decode" in launched
+
+
+def test_work_lists_lie_in_the_memory_of_their_plan(table, gpu, monkeypatch):
+    addresses, starts = [1 << 20, 1 << 21, 1 << 20], []
+    for address in addresses:
+        monkeypatch.setattr(_plan, "_alloc", lambda *_, ptr=address: SimpleNamespace(ptr=ptr))
+        (packed,) = pages().plan(queries(BATCH), table).work.packed
+        starts.append(int.from_bytes(packed[:8], "little"))  # of the items
+    assert starts == addresses
+
+
+def test_a_plan_of_ragged_keys_has_the_table_of_calls_with_values(gpu):
+    indptr = fake_cupy(BATCH + 1, "int32")
+    q = cukv.RaggedTensor(queries(NNZ), indptr)
+    k, v = (cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, 128), "bfloat16"), indptr) for _ in "kv")
+    assert q.plan(k).work.table is ragged_pages("", k, v).table
+
+
+def test_calls_that_were_prepared_refuse_a_table_of_other_pages(table, gpu):
+    q, cache = queries(BATCH), pages()
+    rows = fake_cupy((BATCH, KV_HEADS, 128), "bfloat16")
+    latent = cukv.MLAPagedCache(fake_cupy((12, PAGE_SIZE, 576), "bfloat16"))
+    nope, pe = (fake_cupy((BATCH, HEADS, width), "bfloat16") for width in (512, 64))
+    other = cukv.PageTable(table.indptr, table.indices, table.last_page_len, 2 * PAGE_SIZE)
+    for call in (
+        lambda table: cache.plan(q, table),
+        lambda table: cache.decode(q, table),
+        lambda table: cache.append(rows, rows, table),
+        lambda table: latent.plan(nope, table),
+        lambda table: latent.decode(nope, pe, table, sm_scale=0.1),
+    ):
+        call(table)
+        with pytest.raises(ValueError, match="the table's page_size is 32, the cache's 16"):
+            call(other)
+        with pytest.raises(TypeError, match="table must be a PageTable"):
+            call(None)
