@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Noun")
 
+_OF_JAX = "{}: over arrays of JAX it is its fields; cukv.jax has what its methods do as functions"
+
 
 class Noun:
     """Base of the dataclasses: frozen structure over arrays whose contents may be written.
@@ -48,10 +50,7 @@ class Noun:
             kind = type(self).__name__
             fields = tuple(vars(self).values())
             if fields and not name.startswith("__") and not _arrays(fields):
-                raise AttributeError(
-                    f"{kind}: over arrays of JAX it is its fields; cukv.jax has what its methods "
-                    "do as functions"
-                )
+                raise AttributeError(_OF_JAX.format(kind))
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def _set(self, **attributes: Any) -> None:
@@ -61,7 +60,10 @@ class Noun:
 
     def _home(self) -> Any:
         """``cupy`` or ``numpy``: where this noun's arrays live."""
-        return home(type(self).__name__, **{f"array {i}": a for i, a in enumerate(_arrays(self))})
+        kind, arrays = type(self).__name__, _arrays(self)
+        if not arrays:
+            raise TypeError(_OF_JAX.format(kind))
+        return home(kind, **{f"array {i}": a for i, a in enumerate(arrays)})
 
     def show(self) -> Picture:
         """Draw the layout with its contents. Synchronises if the noun is on a GPU.
@@ -74,6 +76,7 @@ class Noun:
         """
         from cukv._show import picture  # which knows all nouns
 
+        self._home()  # of arrays of JAX there is none
         return picture(self, read=True)
 
     def plot(self, ax: Any = None) -> Any:
@@ -143,11 +146,15 @@ class Noun:
         return self._map(_as_bytes(_copy))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not _arrays(self):  # arrays of JAX, which pickle themselves
+            return _restore, (type(self), vars(self))
         host = tuple(self.to_host()._fields().values())
         return _rebuild, (type(self), host, self._home() is cp)
 
     def _map(self: Self, change: Callable[[Array], Array]) -> Self:
-        """Make the same noun over changed arrays."""
+        """Make the same noun over changed arrays; those of JAX never change, and are shared."""
+        if not _arrays(self):
+            return _restore(type(self), vars(self))
         return type(self)(*(_map(value, change) for value in self._fields().values()))
 
 
@@ -207,6 +214,7 @@ class CacheNoun(ArrayNoun):
         """
         from cukv._show import picture
 
+        self._home()
         return picture(self, table, read=True)
 
     def plot(self, ax: Any = None, table: PageTable | None = None) -> Any:
@@ -255,6 +263,13 @@ def _rebuild(noun: type[Self], fields: tuple[Any, ...], on_device: bool) -> Self
     """Unpickle a noun, onto the current device if it was on one."""
     made = noun(*fields)
     return made.to_device() if on_device else made
+
+
+def _restore(noun: type[Self], attributes: dict[str, Any]) -> Self:
+    """Make a noun of what one had, without looking at it."""
+    made = object.__new__(noun)
+    made._set(**attributes)
+    return made
 
 
 def _map(value: Any, change: Callable[[Array], Array]) -> Any:

@@ -4,8 +4,10 @@ On JAX for the CPU results have the bits of the nouns on NumPy; on a GPU they ar
 kernels are. Where there is no GPU, calls to one are made as far as they go: to what is launched.
 """
 
+import copy
 import functools
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -94,6 +96,11 @@ def attended(place, got, want, scale, dtype="float16"):
         assert_close(np.asarray(got[1]), want[1], LSE)
 
 
+def pickled(x):
+    """Take a thing through pickle."""
+    return pickle.loads(pickle.dumps(x))
+
+
 # Nouns
 
 
@@ -135,6 +142,24 @@ def test_nouns_of_jax_arrays_show_their_structure_and_name_the_functions(place, 
         its_table.validate(0)
     with pytest.raises(AttributeError, match="'PageTable' object has no attribute 'no_such'"):
         table.no_such  # noqa: B018
+
+
+@pytest.mark.parametrize("place", on_both, indirect=True)
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickled])
+def test_nouns_of_jax_arrays_are_copied_and_pickled(place, again, rng):
+    *_, there, its_table = made(CASE, rng)
+    mask = cukv.RaggedMask.from_list([np.ones((2, 3), bool)]).pack()
+    levels = cukv.CascadeLevels((np.arange(5, dtype=np.int32),), (made(CASE, rng)[1],))
+    for x in (there, its_table, in_jax(mask), in_jax(levels)):
+        other = again(x)
+        assert type(other) is type(x)
+        assert other is not x
+        assert jax.tree.structure(other) == jax.tree.structure(x)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(other))
+        same(other, x)
+    for name in ("to_host", "to_device", "show"):
+        with pytest.raises(TypeError, match=r"PackedMask: over arrays of JAX it is its fields"):
+            getattr(in_jax(mask), name)()
 
 
 # Functions
@@ -258,6 +283,8 @@ def test_states_and_bits_are_those_of_the_nouns(place, rng):
         same(merged, want)
     assert_close(np.asarray(merged[0]), want[0], MERGE["float16"], scale=max_abs(o))
     assert_close(np.asarray(merged[1]), want[1], LSE)
+    nothing = jax.jit(cj.merge_states)(o[:, :0], lse[:, :0])
+    same(nothing, (np.zeros((5, 2, 8), "float16"), np.full((5, 2), -np.inf, "float32")))
     for bits in (rng.random(13) < 0.5, rng.random((3, 5)) < 0.5):
         same(jax.jit(cj.packbits)(bits), cukv.packbits(bits))
         same(cj.packbits(bits, "big"), np.packbits(bits))
@@ -425,13 +452,61 @@ def test_derivatives_and_vmap_are_refused_by_name(place, rng):
         jax.vmap(lambda q: cj.decode(q, cache, table))(q[None])
 
 
-def test_attention_names_a_cache_that_is_none(place, rng):
+def test_functions_name_what_is_no_noun_when_they_are_traced(place, rng):
     _, _, cache, table = made(CASE, rng)
     q = in_jax(CASE.queries(rng, 4, 16))
-    for function in (cj.decode, cj.prefill):
-        name = function.__name__
-        with pytest.raises(TypeError, match=rf"^cukv.jax.{name}: cache must be a PagedKVCache"):
-            function(cache, q, table)
+    rows = cj.noun(cukv.RaggedTensor, q, jnp.arange(5))
+    latent = cj.noun(cukv.MLAPagedCache, jnp.zeros((4, 16, 576), "float16"))
+    data, indptr = cache.data, table.indptr
+    for call, message in (
+        (lambda: cj.append(data, q, q, table), "append: cache must be a PagedKVCache"),
+        (lambda: cj.append(cache, q, q, indptr), "append: table must be a PageTable"),
+        (lambda: cj.mla_append(cache, q, q, table), "mla_append: cache must be an MLAPagedCache"),
+        (lambda: cj.gather(data, table), "gather: cache must be a PagedKVCache"),
+        (lambda: cj.gather(cache, indptr), "gather: table must be a PageTable"),
+        (lambda: cj.decode(cache, q, table), "decode: cache must be a PagedKVCache"),
+        (lambda: cj.decode(q, cache, indptr), "decode: table must be a PageTable"),
+        (lambda: cj.prefill(cache, q, table), "prefill: cache must be a PagedKVCache"),
+        (lambda: cj.prefill(q, cache, table), "prefill: q must be a RaggedTensor"),
+        (lambda: cj.prefill(rows, cache, indptr), "prefill: table must be a PageTable"),
+        (lambda: cj.ragged_prefill(rows, rows, q), "ragged_prefill: v must be a RaggedTensor"),
+        (
+            lambda: cj.mla_decode(q, q, cache, table, sm_scale=1.0),
+            "mla_decode: cache must be an MLAPagedCache",
+        ),
+        (
+            lambda: cj.mla_decode(q, q, latent, indptr, sm_scale=1.0),
+            "mla_decode: table must be a PageTable",
+        ),
+        (lambda: cj.cascade(q, data, table), "cascade: cache must be a PagedKVCache"),
+        (lambda: cj.cascade(q, cache, table), "cascade: levels must be a CascadeLevels"),
+        (lambda: cj.plan(q, data, table), "plan: keys must be a PagedKVCache, MLAPagedCache or"),
+    ):
+        with pytest.raises(TypeError, match=f"^cukv.jax.{message}"):
+            jax.eval_shape(call)
+
+
+@pytest.mark.parametrize(
+    ("op", "option", "value"),
+    [
+        ("decode", "sm_scale", 0.3),
+        ("decode", "logits_soft_cap", 30.0),
+        ("decode", "window_left", 3),
+        ("decode", "return_lse", True),
+        ("prefill", "causal", True),
+        ("plan", "causal", True),
+        ("plan", "window_left", 3),
+        ("plan", "batch_invariant", True),
+        ("gather", "nnz", 7),
+    ],
+)
+def test_options_that_are_static_say_so_when_they_are_traced(place, op, option, value, rng):
+    _, _, cache, table = made(CASE, rng)
+    q = in_jax(CASE.queries(rng, 4, 16))
+    rows = cj.noun(cukv.RaggedTensor, q, jnp.arange(5))
+    args = {"prefill": (rows, cache, table), "gather": (cache, table)}.get(op, (q, cache, table))
+    with pytest.raises(TypeError, match=rf"^cukv.jax.{op}: {option} is static"):
+        jax.jit(lambda x: getattr(cj, op)(*args, **{option: x}))(value)
 
 
 def test_bad_values_raise_on_the_cpu_when_the_function_runs(place, rng):

@@ -20,6 +20,25 @@ def split_scales(scales: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return {name: x for name, x in scales.items() if name not in traced}, traced
 
 
+def require(op: str, kind: type, **nouns: Any) -> None:
+    """Raise unless arguments are nouns of a kind."""
+    for name, x in nouns.items():
+        if not isinstance(x, kind):
+            article = "an" if kind.__name__.startswith("MLA") else "a"
+            wanted = f"{article} {kind.__name__}"
+            raise TypeError(f"cukv.jax.{op}: {name} must be {wanted}, got {type(x)}")
+
+
+def require_static(op: str, options: dict[str, Any]) -> None:
+    """Raise where an option that must be known when a call is traced is traced itself."""
+    for name, x in options.items():
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"cukv.jax.{op}: {name} is static, and must be known when the call is traced: bind "
+                "it before jax.jit, as with functools.partial, or name it in static_argnames"
+            )
+
+
 def like(x: Array) -> Any:
     """Describe an array of the same shape and dtype."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

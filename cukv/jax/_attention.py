@@ -13,10 +13,11 @@ from cukv import _plan
 from cukv import merge as _merge
 from cukv._arrays import BFLOAT16, FP8
 from cukv.cascade import CascadeLevels
-from cukv.jax._arguments import Array, like, present, split_scales
+from cukv.jax._arguments import Array, present, require, require_static, split_scales
 from cukv.jax._nouns import noun
 from cukv.jax._xla import Memory, call, plan_key
 from cukv.mla import MLAPagedCache
+from cukv.page_table import PageTable
 from cukv.paged import PagedKVCache
 from cukv.ragged import RaggedTensor
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cukv.masks import PackedMask, RaggedMask
-    from cukv.page_table import PageTable
 
 # ------------------------------------------------------------------------------------------- plans
 
@@ -90,6 +90,13 @@ def plan(
     NotImplementedError, TypeError, ValueError
         As those. An argument that the noun's own ``plan`` does not take is a TypeError.
     """
+    if not isinstance(keys, (PagedKVCache, MLAPagedCache, RaggedTensor)):
+        raise TypeError(
+            "cukv.jax.plan: keys must be a PagedKVCache, MLAPagedCache or RaggedTensor, "
+            f"got {type(keys)}"
+        )
+    given = {"causal": causal, "window_left": window_left, "batch_invariant": batch_invariant}
+    require_static("plan", given)
     # What is asked for, and nothing else: a noun's plan that does not know it raises.
     options: dict[str, Any] = {"causal": causal}
     if window_left != -1:
@@ -169,6 +176,8 @@ def decode(
         When the call is traced: what ``PagedKVCache.decode`` cannot take (on JAX for the CPU when
         it runs, inside a JaxRuntimeError); a plan for another call; ``vmap`` and derivatives.
     """
+    require("decode", PagedKVCache, cache=cache)
+    require("decode", PageTable, table=table)
     return _attend(
         _Call(
             "decode",
@@ -178,7 +187,7 @@ def decode(
             invariant=True,
         ),
         q,
-        _value_dim("decode", cache),
+        _value_dim(cache),
         (q, cache, table),
         {},
         present(sinks=sinks),
@@ -212,6 +221,9 @@ def prefill(
     ``[nnz, num_qo_heads]``. ``causal`` is static; a mask may be traced. The rest is as in
     ``decode``.
     """
+    require("prefill", PagedKVCache, cache=cache)
+    require("prefill", RaggedTensor, q=q)
+    require("prefill", PageTable, table=table)
     return _attend(
         _Call(
             "prefill",
@@ -221,7 +233,7 @@ def prefill(
             invariant=True,
         ),
         _rows(q),
-        _value_dim("prefill", cache),
+        _value_dim(cache),
         (q, cache, table),
         present(custom_mask=custom_mask),
         present(sinks=sinks),
@@ -253,6 +265,7 @@ def ragged_prefill(
 
     k and v are RaggedTensors ``[nnz_kv, num_kv_heads, dim]``. The rest is as in ``prefill``.
     """
+    require("ragged_prefill", RaggedTensor, q=q, k=k, v=v)
     of_values = getattr(plan, "of_values", True)
     return _attend(
         _Call(
@@ -294,6 +307,8 @@ def mla_decode(
     per request or as ``qo_indptr`` says; o is shaped as q_nope, lse ``[rows, num_heads]``. The rest
     is as in ``decode``.
     """
+    require("mla_decode", MLAPagedCache, cache=cache)
+    require("mla_decode", PageTable, table=table)
     return _attend(
         _Call(
             "mla_decode",
@@ -334,6 +349,8 @@ def cascade(
     q is ``[nnz, num_qo_heads, head_dim]`` or a RaggedTensor, in its own order: ``row_order`` of the
     levels is applied to it, and taken back from o and lse. The rest is as in ``prefill``.
     """
+    require("cascade", PagedKVCache, cache=cache)
+    require("cascade", CascadeLevels, levels=levels)
     rows, levels, as_given = _in_order(q, levels)
     found = _attend(
         _Call(
@@ -343,7 +360,7 @@ def cascade(
             planned={"causal": causal, "window_left": window_left},
         ),
         rows,
-        _value_dim("cascade", cache),
+        _value_dim(cache),
         (rows, cache, levels),
         {},
         present(sinks=sinks),
@@ -365,7 +382,8 @@ def merge_states(o: Array, lse: Array) -> tuple[Array, Array]:
     def merge(memory: Memory, results: Any, o: Array, lse: Array) -> None:
         _merge.merge_states(o, lse, out=results)
 
-    merged, merged_lse = call("merge_states", merge, (like(o[:, 0]), like(lse[:, 0])), o, lse)
+    states = (jax.ShapeDtypeStruct((*x.shape[:1], *x.shape[2:]), x.dtype) for x in (o, lse))
+    merged, merged_lse = call("merge_states", merge, tuple(states), o, lse)
     return merged, merged_lse
 
 
@@ -397,6 +415,7 @@ def _attend(
     """Attend from q. Arrays of ``planned`` are given to plans and calls, ``traced`` to calls."""
     numbers, arrays = split_scales(scales)
     static = static | numbers | kind.planned | {"return_lse": return_lse}
+    require_static(kind.op, static)
     op, invariant = f"cukv.jax.{kind.op}", {}
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"{op}: plan must be a cukv.jax.Plan, got {type(plan)}")
@@ -433,9 +452,7 @@ def _attend(
     return found if return_lse else found[0]
 
 
-def _value_dim(op: str, cache: PagedKVCache) -> int:
-    if not isinstance(cache, PagedKVCache):
-        raise TypeError(f"cukv.jax.{op}: cache must be a PagedKVCache, got {type(cache)}")
+def _value_dim(cache: PagedKVCache) -> int:
     return int((cache.data[1] if isinstance(cache.data, tuple) else cache.data).shape[-1])
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cukv._arrays import as_dtype
-from cukv.jax._arguments import Array, like, present, split_scales
+from cukv.jax._arguments import Array, like, present, require, require_static, split_scales
 from cukv.jax._nouns import noun
 from cukv.jax._xla import Memory, call
 from cukv.masks import BitOrder, pack_bits
+from cukv.mla import MLAPagedCache
+from cukv.page_table import PageTable
+from cukv.paged import PagedKVCache
 from cukv.ragged import RaggedTensor
-
-if TYPE_CHECKING:
-    from cukv.mla import MLAPagedCache
-    from cukv.page_table import PageTable
-    from cukv.paged import PagedKVCache
 
 
 def append(
@@ -39,6 +37,7 @@ def append(
     traced. Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory is the result's
     then, and only the new rows are written.
     """
+    require("append", PagedKVCache, cache=cache)
     where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     written: PagedKVCache = _appended("append", cache, (k, v, table), where, scales)
@@ -61,6 +60,7 @@ def mla_append(
 
     ckv and kpe are ``[nnz, dim]`` or ``[nnz, 1, dim]``. The rest is as in ``append``.
     """
+    require("mla_append", MLAPagedCache, cache=cache)
     where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
     scales = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
     written: MLAPagedCache = _appended("mla_append", cache, (ckv, kpe, table), where, scales)
@@ -70,6 +70,7 @@ def mla_append(
 def _appended(
     op: str, cache: Any, rows: tuple[Any, ...], where: dict[str, Any], scales: dict[str, Any]
 ) -> Any:
+    require(op, PageTable, table=rows[-1])
     static, traced = split_scales(scales)
 
     def write(
@@ -104,6 +105,9 @@ def gather(
     static, ``len(table.indices) * table.page_size`` by default. With a ``dtype`` they are converted
     and multiplied by the scales.
     """
+    require("gather", PagedKVCache, cache=cache)
+    require("gather", PageTable, table=table)
+    require_static("gather", {"nnz": nnz})
     op = "PagedKVCache.gather"
     parts = cache.data if isinstance(cache.data, tuple) else (cache.data, cache.data)
     size = table.indices.shape[0] * table.page_size if nnz is None else nnz
@@ -128,9 +132,10 @@ def gather(
 
 def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     """Pack truth values into bits, eight to a byte, ``[ceil(n / 8)]`` uint8."""
+    x = jnp.ravel(x)
 
     def pack(memory: Memory, packed: Array, x: Array) -> None:
         pack_bits("packbits", x, bitorder, packed)
 
     shape = jax.ShapeDtypeStruct((-(-x.size // 8),), np.uint8)
-    return call("packbits", pack, shape, jnp.ravel(x))
+    return call("packbits", pack, shape, x)
