@@ -137,7 +137,8 @@ class LevelBatch:
         )  # fmt: skip
         pointers = {name: part.data.ptr if part.size else 0 for name, part in parts.items()}
         in_order = row_order is None
-        of_shared = pack_levels(pointers["q_rows"], 0, 0, 0, num_rows, num_levels, in_order, splits)
+        sizes_of_rows = num_rows, num_levels, in_order
+        of_shared = pack_levels(pointers["q_rows"], 0, 0, 0, *sizes_of_rows, splits, 0)
         self.for_shared = (
             self.o.data.ptr, self.lse.data.ptr, 0, pointers["first_seen"], of_shared
         )  # fmt: skip
@@ -148,10 +149,9 @@ class LevelBatch:
             pointers["o_rows"],
             self.o.data.ptr,
             self.lse.data.ptr,
-            num_rows,
-            num_states,
-            in_order,
+            *sizes_of_rows,
             0,
+            num_states,
         )
         self._memory, self._given = memory, (qo_indptr, tables, row_order)  # kept alive
         self._launches = list(self._bind(call, pointers))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pack_levels = packer("Levels")
 _pack_query_rows = packer("QueryRows")
 
-NO_LEVELS = pack_levels(0, 0, 0, 0, 0, 0, 1, 0)
+NO_LEVELS = pack_levels(0, 0, 0, 0, 0, 0, 1, 0, 0)
 
 AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
 _MAX_REMEMBERED = 256  # signatures of a cache

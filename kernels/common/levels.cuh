@@ -12,12 +12,13 @@ namespace cukv {
 struct Levels {
     const int32_t* q_rows;  // [levels, num_rows] row of q that each row is; null: itself
     const int32_t* o_rows;  // the same of o and lse, negative: of none; null: itself
-    const float* o;         // [num_levels, num_rows, num_qo_heads, head_dim_vo]; null: no states
-    const float* lse;       // [num_levels, num_rows, num_qo_heads] base 2, -inf where o is nothing
+    const float* o;         // [num_states, num_rows, num_qo_heads, head_dim_vo]; null: no states
+    const float* lse;       // [num_states, num_rows, num_qo_heads] base 2, -inf where o is nothing
     int64_t num_rows;
-    int32_t num_levels;  // where states are merged, that of all of a row: see split_row
+    int32_t num_levels;
     int32_t q_adjacent;  // 1: adjacent rows of a request are adjacent rows of q
     int32_t num_splits;  // where states are left: shared tiles of as many items are not merged
+    int32_t num_states;  // of a row, where they are merged: of all levels and splits
 
     // How many rows behind those of its tile an item leaves its states: those of the i-th items lie
     // behind those of the items before them. -1: it leaves them in a slot.
@@ -29,7 +30,7 @@ struct Levels {
     // Whether this launch merges the states that the one before it leaves.
     __device__ __forceinline__ bool given() const { return o != nullptr; }
 
-    // Adds to four sums of a leaf's row what was left of it, at levels from `first` on.
+    // Adds to four sums of a leaf's row what was left of it: its states from `first` on.
     __device__ __forceinline__ void add_to(
         State<1, 4>& state,
         const PackedRow& at,
@@ -38,17 +39,17 @@ struct Levels {
         int head_dim,
         int feat) const {
         constexpr int IN_FLIGHT = 8;
-        for (int32_t base = first; base < num_levels; base += IN_FLIGHT) {
+        for (int32_t base = first; base < num_states; base += IN_FLIGHT) {
             const auto row = [&](int i) {
-                const int32_t level = min(base + i, num_levels - 1);
-                return (level * num_rows + at.q_row) * num_qo_heads + at.qo_head;
+                const int32_t idx = min(base + i, num_states - 1);
+                return (idx * num_rows + at.q_row) * num_qo_heads + at.qo_head;
             };
             float m[IN_FLIGHT], largest = state.m;
             float4 x[IN_FLIGHT];
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; ++i) {
                 const float found = __ldcg(lse + row(i));
-                m[i] = base + i < num_levels ? found : NO_KEY;
+                m[i] = base + i < num_states ? found : NO_KEY;
                 largest = fmaxf(largest, m[i]);
             }
 #pragma unroll
