@@ -56,14 +56,15 @@ def test_decode_plans_and_attends(dtype, head_dim, table, gpu):
 
 @pytest.mark.parametrize("window_left", [-1, 7])
 @pytest.mark.parametrize("causal", [False, True])
-def test_prefill_plans_and_attends(causal, window_left, table, gpu):
-    q = cukv.RaggedTensor(queries(NNZ), fake_cupy(BATCH + 1, "int32"))
-    k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, 128), "bfloat16"), q.indptr)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_plans_and_attends(head_dim, causal, window_left, table, gpu):
+    q = cukv.RaggedTensor(queries(NNZ, head_dim), fake_cupy(BATCH + 1, "int32"))
+    k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, head_dim), "bfloat16"), q.indptr)
     how = {"causal": causal, "window_left": window_left}
     wants = ["prefill_sm90" if gpu.compute_capability == "90" else "prefill_sm80"]
     for mask in masks():
         planned = ["plan"] if mask is None else ["plan", "mask_tiles"]
-        for call in (pages().prefill, q.prefill):
+        for call in (pages(head_dim=head_dim).prefill, q.prefill):
             keys = (q, table) if call != q.prefill else (k, k)
             gpu.names()
             call(*keys, custom_mask=mask, **how)

@@ -99,6 +99,9 @@ def test_ragged_keys_wider_than_values(options, rng, forced):
     assert {t[1:3] for t in forced} == {(192, 128)}
 
 
+# Heads whose keys come 128 at a time, and 64.
+STEPS = [128, 256]
+
 # Options alone and with the diagonal; scales of either sign and none.
 OPTIONS = [
     {"window_left": 9},
@@ -112,10 +115,11 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", STEPS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options(options, dtype, rng, forced):
+def test_options(options, head_dim, dtype, rng, forced):
     qo_lens, kv_lens = (0, 1, 200, 5, 77), (9, 0, 333, 130, 40)
-    arrays = prefill_arrays(rng, dtype, (8, 2, 2), (128, 128), qo_lens, kv_lens)
+    arrays = prefill_arrays(rng, dtype, (8, 2, 2), (head_dim, head_dim), qo_lens, kv_lens)
     q, k, v = (
         RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(lens)))
         for x, lens in zip(arrays, (qo_lens, kv_lens, kv_lens), strict=True)
@@ -135,9 +139,10 @@ def test_sinks(rng, forced):
 
 # Scores so far above those before that weights relative to the old maximum would overflow.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", STEPS)
 @pytest.mark.parametrize("factor", [4.0, 60.0])
-def test_scores_far_above_those_before(factor, dtype, rng, forced):
-    q, k, v = prefill_arrays(rng, dtype, (4, 1, 1), (128, 128), (300,), (1500,))
+def test_scores_far_above_those_before(factor, head_dim, dtype, rng, forced):
+    q, k, v = prefill_arrays(rng, dtype, (4, 1, 1), (head_dim, head_dim), (300,), (1500,))
     k = k.astype(np.float32)
     k[5::97] *= factor
     arrays = q, k.astype(q.dtype), v
@@ -160,9 +165,10 @@ def test_rows_that_see_nothing_in_the_first_step_and_all_of_the_next(rng, forced
 
 
 # A tile that all CTAs share, with and without soft cap; over and over with the same bits.
+@pytest.mark.parametrize("head_dim", STEPS)
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_few_rows_over_many_keys_are_split(cap, rng, forced):
-    case = PagedCase((9000, 3, 5001), 64, 1, 128, dtype="bfloat16")
+def test_few_rows_over_many_keys_are_split(cap, head_dim, rng, forced):
+    case = PagedCase((9000, 3, 5001), 64, 1, head_dim, dtype="bfloat16")
     arrays = case.arrays(rng)
     cache, table = case.nouns(arrays, cp)
     q = case.queries(rng, 50, 4)
@@ -178,9 +184,10 @@ def test_few_rows_over_many_keys_are_split(cap, rng, forced):
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 128])
+@pytest.mark.parametrize("head_dim", STEPS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_keys_of_pages_that_do_not_exist_are_dropped(page_size, causal, rng, forced):
-    case = PagedCase((900, 77), page_size, 2, 128, dtype="bfloat16")
+def test_keys_of_pages_that_do_not_exist_are_dropped(page_size, head_dim, causal, rng, forced):
+    case = PagedCase((900, 77), page_size, 2, head_dim, dtype="bfloat16")
     arrays = case.arrays(rng)
     pages = case.pages[0]
     gone = np.arange(1, pages, 3)
@@ -209,28 +216,31 @@ def test_keys_of_pages_that_do_not_exist_are_dropped(page_size, causal, rng, for
 
 # Queries and results that no map reads: groups that do not divide a team, odd strides, floats.
 @pytest.mark.parametrize("group_size", [3, 5, 128])
-def test_groups_that_do_not_divide_a_team_of_rows(group_size, rng, forced):
-    case = PagedCase((300, 0, 45), 16, 1, 128, dtype="float16")
+@pytest.mark.parametrize("head_dim", STEPS)
+def test_groups_that_do_not_divide_a_team_of_rows(group_size, head_dim, rng, forced):
+    case = PagedCase((300, 0, 45), 16, 1, head_dim, dtype="float16")
     check(cp, case, rng, group_size=group_size, qo_lens=(70, 2, 9), causal=True)
     assert forced
 
 
-def test_queries_and_results_of_any_strides_and_dtypes(rng, forced):
-    case = PagedCase((300, 45), 16, 2, 128, dtype="bfloat16")
+@pytest.mark.parametrize("head_dim", STEPS)
+def test_queries_and_results_of_any_strides_and_dtypes(head_dim, rng, forced):
+    case = PagedCase((300, 45), 16, 2, head_dim, dtype="bfloat16")
     arrays = case.arrays(rng)
     cache, table = case.nouns(arrays, cp)
     q = case.queries(rng, 90, 8)
     want = attend(cache, table, cp.asarray(q), [0, 80, 90], causal=True)
-    wide = cp.empty((90, 9, 132), q.dtype)
-    view = wide[:, 1:, 3:131]
+    wide = cp.empty((90, 9, head_dim + 4), q.dtype)
+    view = wide[:, 1:, 3:-1]
     view[...] = cp.asarray(q)
     assert_same_bits(attend(cache, table, view, [0, 80, 90], causal=True)[0], want[0])
-    out = cp.empty((90, 9, 132), q.dtype)
+    out = cp.empty(wide.shape, q.dtype)
     out.view("u2")[...] = 0x7FFF
-    got = attend(cache, table, view, [0, 80, 90], causal=True, out=out[:, 1:, 3:131])
+    got = attend(cache, table, view, [0, 80, 90], causal=True, out=out[:, 1:, 3:-1])
     assert_same_bits(got[0], want[0])
     assert (to_numpy(out.view("u2")[:, :1]) == 0x7FFF).all()
-    assert (to_numpy(out.view("u2")[:, :, 131:]) == 0x7FFF).all()
+    assert (to_numpy(out.view("u2")[:, :, :3]) == 0x7FFF).all()
+    assert (to_numpy(out.view("u2")[:, :, -1:]) == 0x7FFF).all()
     floats = cp.empty(q.shape, np.float32)
     attend(cache, table, cp.asarray(q), [0, 80, 90], causal=True, out=floats)
     assert_close(floats, want[0], ATTENTION["bfloat16"], scale=max_abs(arrays.v))
@@ -312,9 +322,10 @@ def test_a_cap_beside_a_mask(rng, forced):
 
 # Steps come last first: rows without a maximum when all see all of a step, and one far too low.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", STEPS)
 @pytest.mark.parametrize("factor", [1.0, 60.0])
-def test_rows_that_see_nothing_before_steps_that_all_see(factor, dtype, rng, forced):
-    call = Call(rng, [(90, 900)], heads=(4, 1), dims=(128, 128), dtype=dtype)
+def test_rows_that_see_nothing_before_steps_that_all_see(factor, head_dim, dtype, rng, forced):
+    call = Call(rng, [(90, 900)], heads=(4, 1), dims=(head_dim, head_dim), dtype=dtype)
     (mask,) = call.draw(rng, "all").masks
     mask[::3, 384:] = False
     mask[1::3, 640:] = False
@@ -326,8 +337,9 @@ def test_rows_that_see_nothing_before_steps_that_all_see(factor, dtype, rng, for
 
 
 # A tile that all CTAs share; over and over with the same bits.
-def test_few_rows_under_a_mask_over_many_keys_are_split(rng, forced):
-    call = Call(rng, [(40, 9000), (10, 5001)], heads=(4, 1), dims=(128, 128))
+@pytest.mark.parametrize("head_dim", STEPS)
+def test_few_rows_under_a_mask_over_many_keys_are_split(head_dim, rng, forced):
+    call = Call(rng, [(40, 9000), (10, 5001)], heads=(4, 1), dims=(head_dim, head_dim))
     call.draw(rng, "scattered", "rows without keys")
     want = call.define()
     first = call.attend(bits=True)
@@ -339,8 +351,9 @@ def test_few_rows_under_a_mask_over_many_keys_are_split(rng, forced):
 
 
 # No key of a hole is seen by a mask's steps either, whatever their classes.
-def test_keys_of_pages_that_do_not_exist_are_dropped_under_a_mask(rng, forced):
-    call = Call(rng, [(90, 900)], heads=(4, 1), dims=(128, 128)).draw(rng, "tree")
+@pytest.mark.parametrize("head_dim", STEPS)
+def test_keys_of_pages_that_do_not_exist_are_dropped_under_a_mask(head_dim, rng, forced):
+    call = Call(rng, [(90, 900)], heads=(4, 1), dims=(head_dim, head_dim)).draw(rng, "tree")
     cache, table = call.case.nouns(call.arrays, cp)
     gone = np.arange(1, call.case.pages[0], 3)
     table.indices[cp.asarray(gone)] = call.case.max_num_pages
@@ -352,9 +365,10 @@ def test_keys_of_pages_that_do_not_exist_are_dropped_under_a_mask(rng, forced):
     assert forced
 
 
-def test_large_calls_choose_it_by_themselves(rng):
+@pytest.mark.parametrize("head_dim", STEPS)
+def test_large_calls_choose_it_by_themselves(head_dim, rng):
     q, k = (
-        RaggedTensor(cp.asarray(random_rows(rng, (600, n, 128), "bfloat16")), [0, 600])
+        RaggedTensor(cp.asarray(random_rows(rng, (600, n, head_dim), "bfloat16")), [0, 600])
         for n in (4, 1)
     )
     assert planned_on_hopper(q.plan(k, causal=True))

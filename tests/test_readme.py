@@ -281,7 +281,8 @@ def test_every_generation_serves_the_usual_head_dims(generation, dim, dtype, one
     assert kernels or not aligned  # rows that are not aligned need more shared memory
 
 
-def test_hopper_has_kernels_of_its_own_and_no_other_gpu_does():
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_has_kernels_of_its_own_and_no_other_gpu_does(dim):
     for generation in GENERATIONS:
-        kernels = kernels_of(generation, BFLOAT16, (128, 128), one_row=False)
+        kernels = kernels_of(generation, BFLOAT16, (dim, dim), one_row=False)
         assert ("prefill_sm90" in kernels) == (generation.arch == "sm_90a")

@@ -12,7 +12,7 @@ from cukv._ragged_pages import _RaggedPair
 from cukv._rows import Pages
 from cukv._tensor_maps import are_paged, box_of, piece_tokens
 
-STEP = 128  # tokens
+STEPS = {64: 128, 128: 128, 256: 64}  # tokens that heads of so many elements take at a time
 
 
 def pair(k, v=None, kind=PagePair):
@@ -45,14 +45,14 @@ def layouts(page_size, num_heads, dim):
 # Pages shorter than a step, as long, longer; that do not divide it; one head and several.
 @pytest.mark.parametrize("page_size", [8, 16, 24, 48, 128, 256])
 @pytest.mark.parametrize("num_heads", [1, 3])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, dim):
-    piece = piece_tokens(page_size, STEP)
-    assert page_size % piece == STEP % piece == piece % 8 == 0
+@pytest.mark.parametrize(("dim", "step"), STEPS.items())
+def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, dim, step):
+    piece = piece_tokens(page_size, step)
+    assert page_size % piece == step % piece == piece % 8 == 0
     for name, array in layouts(page_size, num_heads, dim):
         assert are_paged(pair(array)) is True, name
         page, token, head, _ = array.strides
-        box = box_of(array, STEP, dim)
+        box = box_of(array, step, dim)
         head_spans = head // 128 if num_heads > 1 else 0
         for h, first in ((0, 0), (num_heads - 1, page_size - piece)):
             got = copied(array, box, (0, 0, h * head_spans, first // 8, 3))
@@ -65,21 +65,22 @@ def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, d
 
 
 @pytest.mark.parametrize("hnd", [False, True])
-def test_a_copy_of_ragged_rows_stops_at_their_end(hnd):
-    array = fake_cupy((3, 300, 128) if hnd else (300, 3, 128))
+@pytest.mark.parametrize(("dim", "step"), STEPS.items())
+def test_a_copy_of_ragged_rows_stops_at_their_end(dim, step, hnd):
+    array = fake_cupy((3, 300, dim) if hnd else (300, 3, dim))
     rows = (array.swapaxes(0, 1) if hnd else array)[:, None]
     assert are_paged(pair(rows, kind=_RaggedPair)) is False
-    box = box_of(rows, STEP, 128)
+    box = box_of(rows, step, dim)
     row, _, head, _ = rows.strides
     got = copied(rows, box, (0, 250, 2 * head // 128))
-    want = (250 + np.arange(STEP))[:, None] * row + 2 * head + np.arange(128) * 2
+    want = (250 + np.arange(step))[:, None] * row + 2 * head + np.arange(dim) * 2
     want[50:] = -1
-    np.testing.assert_array_equal(got, want.reshape(STEP, 2, 64).swapaxes(0, 1))
+    np.testing.assert_array_equal(got, want.reshape(step, dim // 64, 64).swapaxes(0, 1))
 
 
 def test_values_of_fewer_elements_are_copied_within_their_array():
     array = fake_cupy((40, 16, 2, 64))
-    box = box_of(array, STEP, 128)  # for a tile of 128
+    box = box_of(array, STEPS[128], 128)  # for a tile of 128
     got = copied(array, box, (0, 0, 1, 0, 39))
     assert got.max() < array.size * array.itemsize
     assert (got[:, :, 1] == -1).all(), "what follows the last head"

@@ -145,20 +145,23 @@ __device__ __forceinline__ int32_t last_step(const Item& item) {
 }
 
 // A step of an item's keys: those from `position` on of the request. Under a mask a step is an
-// entry of the item's tile, and items begin with whole ones; `token` counts the keys that entries
-// list.
+// entry of the item's tile or a half of one, and items begin with whole ones; `token` counts the
+// keys that entries list.
 template <int TOKENS, bool MASKED>
 struct Step {
     int32_t position;
     int32_t num_keys;  // of the item; none or less in the only step of an item without keys
-    int32_t entry;     // of the mask; 0 where there are no keys, mixed where they are few
+    int32_t entry;     // as one of the mask; 0 where there are no keys, mixed where they are few
 
     __device__ __forceinline__ Step(const MaskTiles& mask, const Item& item, int32_t token)
         : position(token), num_keys(min(item.end_token - token, TOKENS)), entry(0) {
         if constexpr (MASKED) {
-            static_assert(TOKENS == MASK_STEP, "a step is an entry");
+            static_assert(TOKENS == MASK_STEP || TOKENS == MASK_HALF, "a class is a step's");
             if (num_keys > 0) {
-                entry = mask.entries[item.mask_entry + token / TOKENS];
+                entry = mask.entries[item.mask_entry + token / MASK_STEP];
+                if constexpr (TOKENS == MASK_HALF) {
+                    entry = half_entry(entry, token / MASK_HALF % 2);
+                }
             }
             position = (entry >> 4) * TOKENS;
             if (num_keys > 0 && num_keys < TOKENS) {

@@ -32,6 +32,12 @@ constexpr int32_t ALL_CLASSES = 15;  // of an entry
 constexpr int32_t BOTH_FULL = FULL << 2 | FULL;
 constexpr int32_t BOTH_MIXED = MIXED << 2 | MIXED;
 
+// The entry of a half, as if a step were as long: its number among halves, and its class twice.
+__device__ __forceinline__ int32_t half_entry(int32_t entry, int half_idx) {
+    const int32_t own = entry >> 2 * half_idx & 3;
+    return ((entry >> 4) * 2 + half_idx) << 4 | own << 2 | own;
+}
+
 struct MaskTile {
     int32_t first_entry;
     int32_t num_tokens;  // listed keys; the last step of a request may be short

@@ -79,7 +79,12 @@ struct Team {
 
     template <int KEYS>
     __device__ __forceinline__ void multiply_keys() {
-        const uint64_t a = Queries::descriptor(smem_address(smem.q[slot][team]));
+        uint32_t q_tile = smem_address(smem.q[slot][team]);
+        if constexpr (Cta::SLOTS == 1) {
+            // Descriptors of the only place would stay in registers, which there are too few of.
+            q_tile = opaque(q_tile);
+        }
+        const uint64_t a = Queries::descriptor(q_tile);
         const uint64_t b = Keys::descriptor(smem_address(smem.k[k.stage]));
 #pragma unroll
         for (int i = 0; i < Queries::BYTES / Cta::TEAM_ROWS / 32; ++i) {
@@ -246,6 +251,11 @@ struct Team {
         token -= TOKENS;
         masked();
         sight.load(p);
+        // So that no registers keep scores for these products while the item before is finished.
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) {
+            state.s[i / 4][i % 4] = 0.0f;
+        }
         hold(state.s);
         wgmma_fence();
         multiply_keys<TOKENS>();

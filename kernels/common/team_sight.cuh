@@ -70,10 +70,13 @@ struct TeamSight<Cta, false> {
 
 template <typename Cta>
 struct TeamSight<Cta, true> {
-    int32_t first_entry;            // of the tile
-    int32_t query[2];               // of the tile, those of this lane's rows
-    int32_t entry = 0;              // of the step
-    uint32_t words[2][MASK_WORDS];  // of the step
+    static constexpr int WORDS = Cta::TOKENS / 32;
+    static constexpr int STEPS = MASK_STEP / Cta::TOKENS;  // of an entry
+
+    int32_t first_entry;       // of the tile
+    int32_t query[2];          // of the tile, those of this lane's rows
+    int32_t entry = 0;         // of the step
+    uint32_t words[2][WORDS];  // of the step
 
     template <typename Params>
     __device__ __forceinline__ void begin(const Params& p, const Item& item, int, int row) {
@@ -99,17 +102,27 @@ struct TeamSight<Cta, true> {
     template <typename Params>
     __device__ __forceinline__ void load(const Params& p) {
         const MaskTiles& mask = p.work.mask;
-        const int64_t first = int64_t{first_entry + (entry >> 4)} * mask.tile_queries;
+        const int32_t step = entry >> 4;
+        const int64_t first = int64_t{first_entry + step / STEPS} * mask.tile_queries;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             uint4 x = {};
-            if ((entry & ALL_CLASSES) != 0) {  // else there are no keys
-                x = ld_global_16(mask.words + (first + query[h]) * MASK_WORDS);
+            if ((entry & ALL_CLASSES) != 0) {  // else no key is seen
+                const uint32_t* from = mask.words + (first + query[h]) * MASK_WORDS;
+                if constexpr (WORDS == MASK_WORDS) {
+                    x = ld_global_16(from);
+                } else {
+                    static_assert(WORDS == 2, "words of a half");
+                    const uint2 pair = *reinterpret_cast<const uint2*>(from + step % STEPS * WORDS);
+                    x.x = pair.x, x.y = pair.y;
+                }
             }
             words[h][0] = x.x;
             words[h][1] = x.y;
-            words[h][2] = x.z;
-            words[h][3] = x.w;
+            if constexpr (WORDS == MASK_WORDS) {
+                words[h][2] = x.z;
+                words[h][3] = x.w;
+            }
         }
     }
 

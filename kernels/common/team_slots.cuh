@@ -13,6 +13,8 @@ struct TeamSlots {
     static constexpr int TEAM_ROWS = 64, THREADS = 128;
     static constexpr int VECS = TEAM_ROWS * HEAD_DIM / 4 / THREADS;  // of a thread
     static constexpr int IN_FLIGHT = 8;                              // that are loaded together
+    // Whose sums are made together: beside more of them others' registers would be spilled.
+    static constexpr int AT_ONCE = VECS > 16 ? IN_FLIGHT : VECS;
 
     const WorkList& work;
     const Item& item;
@@ -74,12 +76,21 @@ struct TeamSlots {
             for (int32_t i = 0; i < item.num_items; ++i) {
                 m[h] = fmaxf(m[h], __ldcg(state(i, h)).x);
             }
-            d[h] = 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < VECS * 4; ++i) {
+        for (int first = 0; first < VECS; first += AT_ONCE) {
+            merge_sums(reinterpret_cast<float (&)[AT_ONCE][4]>(o[first]), first, m, d);
+        }
+    }
+
+    // Vectors [first, first + AT_ONCE), and the denominator, relative to the maximum m.
+    __device__ __forceinline__ void merge_sums(
+        float (&o)[AT_ONCE][4], int first_vec, const float (&m)[2], float (&d)[2]) const {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE * 4; ++i) {
             o[i / 4][i % 4] = 0.0f;
         }
+        d[0] = d[1] = 0.0f;
 #pragma unroll 1
         for (int32_t i = 0; i < item.num_items; ++i) {
             float weight[2];
@@ -89,9 +100,9 @@ struct TeamSlots {
                 weight[h] = ex2(md.x - (m[h] > NO_KEY ? m[h] : 0.0f));
                 d[h] = fmaf(weight[h], md.y, d[h]);
             }
-            const float4* from = sums(i);
+            const float4* from = sums(i) + first_vec * THREADS;
 #pragma unroll
-            for (int first = 0; first < VECS; first += IN_FLIGHT) {
+            for (int first = 0; first < AT_ONCE; first += IN_FLIGHT) {
                 float4 x[IN_FLIGHT];
 #pragma unroll
                 for (int j = 0; j < IN_FLIGHT; ++j) {
