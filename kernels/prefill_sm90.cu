@@ -12,9 +12,9 @@
 //
 // Teams never pause between items: the first scores of an item are computed together with the last
 // sums of the one before, whose results go out through the memory of its queries. Under a custom
-// mask a step is an entry of the tile (common/mask.cuh): its class comes with its keys, and teams
-// read its bits if it is mixed. Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per
-// row and key.
+// mask a step is an entry of the tile (common/mask.cuh), or half of one: its class comes with its
+// keys, and teams read its bits if it is mixed. Bound by tensor cores: 2 * (head_dim + head_dim_vo)
+// operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
