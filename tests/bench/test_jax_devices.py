@@ -105,8 +105,11 @@ def loop(shape: Shape, over: str | None = None) -> Callable[..., Any]:
         before = 0 * q[0]
         for rows in q:
             # A layer waits for the one before; its NaNs, were there any, would stay.
-            o = cj.decode(rows + 0 * before, cache, of_all, plan=plan, return_lse=over is not None)
-            before = o if over is None else cj.pmerge_states(*o, over)[0]
+            if over is None:
+                before = cj.decode(rows + 0 * before, cache, of_all, plan=plan)
+            else:
+                state = cj.decode(rows + 0 * before, cache, of_all, plan=plan, return_lse=True)
+                before, _ = cj.pmerge_states(*state, axis_name=over)
             outputs.append(before)
         return jax.numpy.stack(outputs)
 
