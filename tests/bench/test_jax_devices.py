@@ -108,8 +108,8 @@ def loop(shape: Shape, over: str | None = None) -> Callable[..., Any]:
             if over is None:
                 before = cj.decode(rows + 0 * before, cache, of_all, plan=plan)
             else:
-                state = cj.decode(rows + 0 * before, cache, of_all, plan=plan, return_lse=True)
-                before, _ = cj.pmerge_states(*state, axis_name=over)
+                o, lse = cj.decode(rows + 0 * before, cache, of_all, plan=plan, return_lse=True)
+                before, _ = cj.pmerge_states(o, lse, over)
             outputs.append(before)
         return jax.numpy.stack(outputs)
 
