@@ -101,9 +101,9 @@ struct PrefillCta {
         }
     }
 
-    // Finishes this warp's rows of an item that is all of its tile. IN_PAIRS: results have 16 bits
-    // and four of them are stored at a time.
-    template <bool IN_PAIRS>
+    // Finishes this warp's rows of an item that is all of its tile. TO: 16-bit results, four of
+    // which are stored at a time, or float: any, and any way.
+    template <typename TO>
     static __device__ __forceinline__ void finish_rows(
         const PrefillSm80Params& p, const Item& own, int kv_head, const Warp& warp) {
         if (own.num_rows == 0) {
@@ -120,15 +120,17 @@ struct PrefillCta {
             if (row < own.num_rows && tid_x() % 4 == 0) {
                 result.store_lse();
             }
-            warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
-                if (row < own.num_rows && feat < p.head_dim_vo) {
-                    if constexpr (IN_PAIRS) {
-                        result.store_pairs(sums, feat);
-                    } else {
-                        result.store(sums, feat);
-                    }
-                }
-            });
+            if constexpr (!is_same<TO, float>) {
+                char* to = row < own.num_rows ? result.row() : nullptr;
+                warp.template store_row<KV, TO>(m_tile, half_idx, result.factor, to, p.head_dim_vo);
+            } else {
+                warp.template each_vector<KV>(
+                    m_tile, half_idx, [&](const float (&sums)[4], int feat) {
+                        if (row < own.num_rows && feat < p.head_dim_vo) {
+                            result.store(sums, feat);
+                        }
+                    });
+            }
         }
     }
 
@@ -140,10 +142,12 @@ struct PrefillCta {
         if (split_row >= 0) {
             Item own = own_rows(item);
             own.first_q_row += split_row;
-            if (p.o_rows.aligned && p.o_rows.kind <= KIND_BFLOAT16) {
-                finish_rows<true>(p, own, kv_head, warp);
+            if (p.o_rows.aligned && p.o_rows.kind == KIND_BFLOAT16) {
+                finish_rows<bfloat16>(p, own, kv_head, warp);
+            } else if (p.o_rows.aligned && p.o_rows.kind == KIND_HALF) {
+                finish_rows<half>(p, own, kv_head, warp);
             } else {
-                finish_rows<false>(p, own, kv_head, warp);
+                finish_rows<float>(p, own, kv_head, warp);
             }
             return;
         }

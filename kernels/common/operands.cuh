@@ -126,4 +126,26 @@ __device__ __forceinline__ int neighbours(
     }
 }
 
+// The same of sums times `factor`, rounded: as two words, each exchanged whole. Adding 0 makes the
+// results of a row without keys +0.
+template <typename KV, typename TO>
+__device__ __forceinline__ int neighbours(
+    uint2& results, const float* even, const float* odd, float factor, int t) {
+    float x[4] = {even[0], even[1], odd[0], odd[1]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[i] = fmaf(x[i], factor, 0.0f);
+    }
+    if constexpr (is_fp8<KV>) {
+        results = make_uint2(cvt_pair<TO>(x[0], x[2]), cvt_pair<TO>(x[1], x[3]));
+        return 4 * t;
+    } else {
+        const bool low = t % 2 == 0;
+        const uint32_t of_even = cvt_pair<TO>(x[0], x[1]), of_odd = cvt_pair<TO>(x[2], x[3]);
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, low ? of_odd : of_even, 1);
+        results = low ? make_uint2(of_even, other) : make_uint2(other, of_odd);
+        return low ? 2 * t : 8 + 2 * (t - 1);
+    }
+}
+
 }  // namespace cukv

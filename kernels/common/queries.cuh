@@ -273,19 +273,9 @@ struct RowResult {
         }
     }
 
-    // The same where results have 16 bits and `o` may be moved four elements at a time.
-    __device__ __forceinline__ void store_pairs(const float (&sums)[4], int feat) const {
-        float x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x[i] = fmaf(sums[i], factor, 0.0f);
-        }
-        const bool is_half = p.o_rows.kind == KIND_HALF;
-        const uint32_t low = is_half ? cvt_pair<half>(x[0], x[1]) : cvt_pair<bfloat16>(x[0], x[1]);
-        const uint32_t high = is_half ? cvt_pair<half>(x[2], x[3]) : cvt_pair<bfloat16>(x[2], x[3]);
-        if (at.q_row >= 0) {
-            *reinterpret_cast<uint2*>(p.o + p.o_rows.offset(at) + feat * 2) = make_uint2(low, high);
-        }
+    // Where the row is in o; null: nowhere.
+    __device__ __forceinline__ char* row() const {
+        return at.q_row < 0 ? nullptr : p.o + p.o_rows.offset(at);
     }
 
     __device__ __forceinline__ void store_lse() const {

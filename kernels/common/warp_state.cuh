@@ -64,6 +64,23 @@ struct WarpState {
         }
     }
 
+    // Stores a row's sums times `factor`, as 16-bit numbers, to `to`, if it is not null.
+    template <typename KV, typename TO>
+    __device__ __forceinline__ void store_row(
+        int m_tile, int half_idx, float factor, char* to, int head_dim) const {
+        const int t = tid_x() % 4;
+#pragma unroll
+        for (int tile = 0; tile < FEAT_TILES; tile += 2) {
+            uint2 results;
+            const int feat = tile * 8 + neighbours<KV, TO>(
+                                            results, &o[m_tile][tile][2 * half_idx],
+                                            &o[m_tile][tile + 1][2 * half_idx], factor, t);
+            if (to != nullptr && feat < head_dim) {
+                *reinterpret_cast<uint2*>(to + feat * sizeof(TO)) = results;
+            }
+        }
+    }
+
     // Turns logits, which are the scores times a positive scale, into weights relative to what the
     // row's maximum was when it last rose.
     template <int TILES>
