@@ -172,10 +172,10 @@ class PrefillTile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
-        ring = -(-(ring + 2 * 32 + self.tokens // 2) // 1024) * 1024
+        ring = -(-(ring + 2 * 32 + 4 * self.tokens) // 1024) * 1024
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        own = 2 * 48 + 32 + self.tokens // self.warps * (16 + 12) + 24
-        own = -(-own // 16) * 16
+        own = 2 * 48 + 4 + 32  # items and what is seen of one
+        own = -(-own // 16) * 16 + 2 * (self.tokens // self.warps * (32 + 12) + 24)
         return int(-(-(ring + queries + self.warps * own + 16) // 1024) * 1024)
 
     @property

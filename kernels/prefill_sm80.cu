@@ -52,8 +52,15 @@ struct PrefillCta {
         // What is a warp's alone. Here, because steps need all registers.
         struct Own {
             Item items[2];  // this one and the next, in turn
+            int32_t item_idx;
             Sight sight;
             typename Ring::Own ring;
+
+            __device__ __forceinline__ const Item& item() const { return items[item_idx % 2]; }
+            __device__ __forceinline__ Item& next() { return items[(item_idx + 1) % 2]; }
+            __device__ __forceinline__ bool is_last() const {
+                return item_idx + 1 >= ring.place[0].end_item;
+            }
         } warps[WARPS];
         int32_t kv_head;
         float scale;       // of common/logits.cuh
@@ -167,24 +174,21 @@ struct PrefillCta {
             });
     }
 
-    // Hides the scores of the keys from `token` on that rows do not see, under a mask of a class.
-    // `all_keys` is of the ring, and `first` where the scored ones begin in the step.
+    // Hides the scores of the keys from `token` on that rows do not see; bit t of `all_keys`:
+    // whether the t-th is one.
     static __device__ __forceinline__ void hide(
         const PrefillSm80Params& p,
         const Sight& sight,
         Scores& s,
         int32_t token,
-        int32_t mask_class,
-        uint64_t all_keys,
-        int first) {
-        const ScoreBits keys = static_cast<ScoreBits>(Ring::in_order(all_keys) >> first);
+        uint64_t all_keys) {
         RowBits<M_TILES, (SCORES + 31) / 32> bits;
-        if (mask_class == MIXED) {
+        if (sight.mask_class(p, token) == MIXED) {
             bits.load_mask(p, sight, token);
         } else {
             bits.limit(p, sight, token);
         }
-        bits.apply(s, keys);
+        bits.apply(s, static_cast<ScoreBits>(all_keys));
     }
 };
 
@@ -201,6 +205,9 @@ template <
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     prefill_sm80(const __grid_constant__ PrefillSm80Params p) {
     constexpr int AT_ONCE = SHORT_OF_REGISTERS && SCORES > 32 ? 32 : SCORES;
+    // Whether what loads other steps goes between the products of one: with two CTAs an SM there
+    // are few warps to compute meanwhile.
+    constexpr bool WEAVES = ALIGNED && AT_ONCE == TOKENS && WARPS == 4;
     using Cta =
         PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, AT_ONCE, ALIGNED>;
     using Ring = typename Cta::Ring;
@@ -228,6 +235,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     }
     if (tid_x() % WARP_SIZE == 0) {
         own.items[first_item % 2] = first;
+        own.item_idx = first_item;
     }
     if (!ALIGNED && p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
         char* bytes = smem.ring.bytes[0];
@@ -236,62 +244,60 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
     }
     __syncthreads();  // all that is there
-    typename Cta::Loader loader(p, smem.ring, own.ring, first, first_item, end_item);
-    cp_async_wait_group<0>();
-    __syncwarp();  // the first ids are there
-    loader.advance(0);
-    cp_async_wait_group<0>();
-    __syncwarp();  // the second ids
-    loader.copy(0);
-    loader.advance(1);
+    const typename Cta::Loader loader(p, smem.ring, own.ring, first, first_item, end_item);
+#pragma unroll
+    for (int n = -3; n < 0; ++n) {
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
+        __syncwarp();  // what was looked up
+        if (n == -1) {
+            loader.load(n);
+            continue;
+        }
+        const auto known = loader.know(n);
+        if (n == -2) {
+            loader.find(known, n + 2);
+        }
+        if (loader.look_up(known, n + 3)) {
+            loader.leave(n + 4);
+        }
+    }
     Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(first), smem.kv_head);
 
     uint32_t step = 0;  // of the part
-    for (int32_t item_idx = first_item;; ++item_idx) {
-        const Item& item = own.items[item_idx % 2];
-        Item& next = own.items[(item_idx + 1) % 2];
-        const bool is_last = item_idx + 1 >= own.ring.place.end_item;
-        __syncwarp();  // every lane has finished the item before
+    while (true) {
         if (tid_x() % WARP_SIZE == 0) {
-            own.sight = Sight(p, Cta::own_rows(item));
+            own.sight = Sight(p, Cta::own_rows(own.item()));
         }
-        if (!is_last) {
-            Cta::copy_item(next, p.work.items + item_idx + 1);
+        if (!own.is_last()) {
+            Cta::copy_item(own.next(), p.work.items + own.item_idx + 1);
         }
         __syncwarp();  // the sight is there
 
         // 2 steps: the next one's keys come while this one is computed
         typename Cta::Warp warp(Cta::Warp::LOWEST);
-#pragma unroll 1
-        for (int32_t step_token = item.first_token; step_token < item.end_token;
-             step_token += TOKENS, ++step) {
-            cp_async_wait_group<0>();
-            __syncthreads();  // all copies have landed, and the other buffer has been read
-            loader.copy(step + 1);
-            loader.advance(step + 2);
-            // AT_ONCE tokens at a time: there are no registers for the scores of more.
-#pragma unroll 1
-            for (int first = 0; first < TOKENS; first += AT_ONCE) {
-                const int32_t token = step_token + first;
-                const Sight& sight = own.sight;
-                if (token >= sight.end_token) {
-                    break;
-                }
-                const int32_t mask_class = sight.mask_class(p, token);
-                if (mask_class == EMPTY) {
-                    continue;
-                }
-                const bool is_plain = mask_class == FULL &&
-                                      smem.ring.all_keys(step) == ~uint64_t{0} &&
-                                      !sight.hides(token, token + AT_ONCE);
-                const uint32_t k_smem = smem_address(smem.ring.bytes[step % Ring::STAGES]);
-                const uint32_t v_smem = k_smem + Ring::V_OFFSET;
-                const typename Cta::Fragments fragments{smem.q, warp_first};
-                typename Cta::Scores s = {};
-                multiply_keys<KV, Ring::K_ROW_BYTES>(
-                    s, fragments, k_smem + first * Ring::K_ROW_BYTES);
-                float late_scale = smem.late_scale;
-                if (is_fp8<KV> || late_scale == 0.0f) {
+        // Scores and sums of AT_ONCE keys, from `first` of the step on.
+        const auto attend = [&](int32_t step_token, int first, int32_t mask_class) {
+            const int32_t token = step_token + first;
+            const Sight& sight = own.sight;
+            float late_scale = smem.late_scale;
+            const bool sees_all = __all_sync(
+                0xffffffffu, smem.ring.pair_of_keys(step) == Ring::BOTH && mask_class == FULL &&
+                                 !sight.hides(token, token + AT_ONCE));
+            const bool is_plain = sees_all && late_scale != 0.0f;
+            const uint32_t k_smem = smem_address(smem.ring.bytes[step % Ring::STAGES]);
+            const uint32_t v_smem = k_smem + Ring::V_OFFSET;
+            const typename Cta::Fragments fragments{smem.q, warp_first};
+            typename Cta::Scores s = {};
+            const typename Cta::Loader::Copies copies(loader, step + 1);
+            multiply_keys<KV, Ring::K_ROW_BYTES>(
+                s, fragments, k_smem + first * Ring::K_ROW_BYTES, [&](int n) {
+                    if (WEAVES && n % 4 == 1 && n / 4 < Ring::GROUPS) {
+                        copies.start(n / 4);
+                    }
+                });
+            if (!is_plain) {
+                if (late_scale == 0.0f) {
                     const Logits<PrefillSm80Params> logits(p, smem.scale);
                     float scales[Cta::M_TILES][2];
                     logits.row_scales(scales, smem.q, [&](int m_tile, int half_idx) {
@@ -300,28 +306,77 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     logits.apply(s, scales);
                     late_scale = 1.0f;
                 }
-                if (!is_plain) {
-                    Cta::hide(p, sight, s, token, mask_class, smem.ring.all_keys(step), first);
+                if (!sees_all) {
+                    Cta::hide(p, sight, s, token, smem.ring.key_bits(step) >> first);
                 }
-                warp.weigh(s, late_scale);
-                multiply_values<KV, Ring::V_ROW_BYTES>(
-                    warp.o, s, v_smem + first * Ring::V_ROW_BYTES);
+            }
+            warp.weigh(s, late_scale);
+            bool leaves = false;
+            typename Cta::Loader::Known known;
+            multiply_values<KV, Ring::V_ROW_BYTES>(
+                warp.o, s, v_smem + first * Ring::V_ROW_BYTES, [&](int n, int num) {
+                    if (WEAVES && n == num / 2) {
+                        known = loader.know(step);
+                    }
+                    if (WEAVES && n == num / 4 * 3) {
+                        loader.find(known, step + 2);
+                    }
+                    if (WEAVES && n == num / 8 * 7) {
+                        leaves = loader.look_up(known, step + 3);
+                    }
+                });
+            if (leaves) {
+                loader.leave(step + 4);
+            }
+        };
+#pragma unroll 1
+        for (int32_t token = own.item().first_token, end_token = own.item().end_token;
+             token < end_token; token += TOKENS, ++step) {
+            cp_async_commit_group();
+            cp_async_wait_group<0>();
+            __syncthreads();  // all copies have landed, and the other buffer has been read
+            if constexpr (WEAVES) {
+                const int32_t end_seen = own.sight.end_token;
+                const int32_t mask_class = own.sight.mask_class(p, token);
+                if (token < end_seen && mask_class != EMPTY) {
+                    attend(token, 0, mask_class);
+                } else {
+                    loader.load(step);
+                }
+            } else {
+                // There are no registers for the scores of all.
+                loader.load(step);
+#pragma unroll 1
+                for (int first = 0; first < TOKENS && token + first < own.sight.end_token;
+                     first += AT_ONCE) {
+                    const int32_t mask_class = own.sight.mask_class(p, token + first);
+                    if (mask_class != EMPTY) {
+                        attend(token, first, mask_class);
+                    }
+                }
             }
         }
+        const Item& item = own.item();
         if (item.first_token >= item.end_token) {  // what a step would have waited for
+            cp_async_commit_group();
             cp_async_wait_group<0>();
             __syncwarp();
         }
 
         // 3 the next item's queries on their way, this one's result
-        if (!is_last) {
-            Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(next), smem.kv_head);
+        if (!own.is_last()) {
+            Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(own.next()), smem.kv_head);
         }
         Cta::finish(p, smem, item, warp);
-        if (is_last) {
+        if (own.is_last()) {
             cp_async_wait_group<0>();  // nothing lands after the end
             return;
         }
+        __syncwarp();  // every lane has finished the item
+        if (tid_x() % WARP_SIZE == 0) {
+            ++own.item_idx;
+        }
+        __syncwarp();  // all know the next one
     }
 }
 

@@ -68,10 +68,17 @@ struct QueryFragments {
     }
 };
 
-// s += q k^T for the keys of a buffer, which begins at `keys`.
-template <typename KV, int ROW_BYTES, typename Fragments, int M_TILES, int TILES>
+// s += q k^T for the keys of a buffer, which begins at `keys`. meanwhile(n) is called behind every
+// ldmatrix of keys, the n-th: what it does takes time that the products leave.
+template <
+    typename KV,
+    int ROW_BYTES,
+    typename Fragments,
+    int M_TILES,
+    int TILES,
+    typename Meanwhile>
 __device__ __forceinline__ void multiply_keys(
-    float (&s)[M_TILES][TILES][4], const Fragments& queries, uint32_t keys) {
+    float (&s)[M_TILES][TILES][4], const Fragments& queries, uint32_t keys, Meanwhile meanwhile) {
     using Keys = KeyOperands<KV>;
     static_assert(TILES % Keys::TILES == 0, "keys are loaded whole ldmatrix at a time");
     const uint32_t address = Keys::template address<ROW_BYTES>(keys);
@@ -91,6 +98,7 @@ __device__ __forceinline__ void multiply_keys(
         if (n % LOADS == 0 && k_step + 1 < Fragments::K_STEPS) {
             queries.load(a[(k_step + 1) % 2], k_step + 1);
         }
+        meanwhile(n);
 #pragma unroll
         for (int i = 0; i < Keys::TILES; ++i) {
             const OperandPair pair = b[n % 2][i];
@@ -114,10 +122,14 @@ __device__ __forceinline__ void pack_weights(
     }
 }
 
-// o += s v for the values of a buffer, which begins at `values`; s are weights.
-template <typename KV, int ROW_BYTES, int M_TILES, int FEAT_TILES, int TILES>
+// o += s v for the values of a buffer, which begins at `values`; s are weights. meanwhile(n, num)
+// is called behind the n-th of `num` ldmatrix: registers of weights become free as n grows.
+template <typename KV, int ROW_BYTES, int M_TILES, int FEAT_TILES, int TILES, typename Meanwhile>
 __device__ __forceinline__ void multiply_values(
-    float (&o)[M_TILES][FEAT_TILES][4], const float (&s)[M_TILES][TILES][4], uint32_t values) {
+    float (&o)[M_TILES][FEAT_TILES][4],
+    const float (&s)[M_TILES][TILES][4],
+    uint32_t values,
+    Meanwhile meanwhile) {
     using Values = ValueOperands<KV>;
     static_assert(TILES * 8 % Values::TOKENS == 0, "values are loaded whole ldmatrix at a time");
     const uint32_t address = Values::template address<ROW_BYTES>(values);
@@ -134,6 +146,7 @@ __device__ __forceinline__ void multiply_values(
             b[(i + 1) % 2].template load<ROW_BYTES>(
                 address, (i + 1) / PAIRS * Values::TOKENS, (i + 1) % PAIRS * 2);
         }
+        meanwhile(i, NUM);
         if (tile == 0) {
 #pragma unroll
             for (int k = 0; k < Values::TOKENS / 16 * M_TILES; ++k) {

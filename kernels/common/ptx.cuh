@@ -15,6 +15,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 __device__ __forceinline__ int tid_x() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    __builtin_assume(x >= 0);  // else every division by a warp's threads rounds towards 0
     return x;
 }
 
@@ -153,9 +154,16 @@ __device__ __forceinline__ void cp_async_16(
         : "memory");
 }
 
-// Starts a copy of 4 bytes.
-__device__ __forceinline__ void cp_async_4(uint32_t to_smem, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_smem), "l"(from) : "memory");
+// Starts a copy of 4 bytes, if there is one: without a branch.
+__device__ __forceinline__ void cp_async_4_if(bool given, uint32_t to_smem, const void* from) {
+    asm volatile(
+        "{\n"
+        ".reg .pred given;\n"
+        "setp.ne.s32 given, %2, 0;\n"
+        "@given cp.async.ca.shared.global [%0], [%1], 4;\n"
+        "}\n" ::"r"(to_smem),
+        "l"(from), "r"(int{given})
+        : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit_group() {

@@ -2,13 +2,16 @@
 //
 // Of each step a warp copies rows of its own, in three parts, each while another step is computed:
 // page ids are looked up (of step n + 3 while step n is computed), rows found by them (n + 2) and
-// copied (n + 1). Ids and rows come by asynchronous copies, all that a step starts as one group:
-// one wait a step, and no register is held for any.
+// copied (n + 1). All three are short runs of instructions without a branch, which go between the
+// products of the step. What one step writes for the next lies apart from what it reads, by the
+// parity of the step that it is about, so that lanes do not wait for each other. Ids and rows come
+// by asynchronous copies: one wait a step, and no register is held for any.
 //
 //   row of a step = own row i / R * R * WARPS + warp * R + i % R, of R rows that are copied at once
 //
-// A warp's rows are a multiple of 8 apart, if not neighbours: then a lane's addresses in a buffer,
-// swizzled as they are, differ by constants.
+// Eight lanes copy a row, 128 bytes at a time: with more of them a lane would have more rows to
+// look up. A warp's rows are a multiple of 8 apart, if not neighbours: then a lane's addresses in a
+// buffer, swizzled as they are, differ by constants.
 #pragma once
 #include "common/kv_ring.cuh"
 
@@ -24,9 +27,8 @@ struct SharedRing {
     static constexpr int V_OFFSET = TOKENS * K_ROW_BYTES;  // bytes
     static constexpr int BYTES = V_OFFSET + TOKENS * V_ROW_BYTES;
 
-    static constexpr int lanes(int row_bytes) { return row_bytes < 512 ? row_bytes / 16 : 32; }
-    static constexpr int rows_at_once(int row_bytes) { return WARP_SIZE / lanes(row_bytes); }
-    static constexpr int R = rows_at_once(K_ROW_BYTES < V_ROW_BYTES ? V_ROW_BYTES : K_ROW_BYTES);
+    static constexpr int LANES = 8, SPAN = LANES * 16;  // bytes of a row that are copied at once
+    static constexpr int R = WARP_SIZE / LANES, GROUPS = OWN_ROWS / R;
     static_assert(R * WARPS % 8 == 0, "a warp's rows are swizzled alike");
     static_assert(2 * OWN_ROWS <= WARP_SIZE, "a lane finds a row of keys or of values");
 
@@ -35,47 +37,53 @@ struct SharedRing {
         return i / R * R * WARPS + tid_x() / WARP_SIZE * R + i % R;
     }
 
-    using OwnKeys = typename UintOf<OWN_ROWS / 8>::type;
-    static_assert(TOKENS == 64, "all keys of a step are a word");
-
-    // What all warps share. Of four steps in turn, whether a row is a key: bit i of its warp.
-    struct Buffers {
-        alignas(1024) char bytes[STAGES][BYTES];
-        alignas(16) struct {
-            const char* base;  // of the KV head, in page 0
-            int64_t page_stride;
-            int64_t token_stride;
-            int64_t max_num_pages;
-        } caches[2];
-        alignas(8) OwnKeys keys[4][WARPS];
-
-        __device__ __forceinline__ uint64_t all_keys(uint32_t step) const {
-            return *reinterpret_cast<const uint64_t*>(keys[step % 4]);
-        }
+    // Keys or values.
+    struct alignas(16) Cache {
+        const char* base;  // of the KV head, in page 0
+        int64_t page_stride;
+        int64_t token_stride;
+        int64_t num_pages;  // that both keys and values have
     };
 
-    // Keys in the order of the step: bit t, whether row t is one.
-    static __device__ __forceinline__ uint64_t in_order(uint64_t all_keys) {
-        uint32_t words[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int token = i * 32 + tid_x() % WARP_SIZE;
-            const int bit = token / R % WARPS * OWN_ROWS + token / (R * WARPS) * R + token % R;
-            words[i] = __ballot_sync(0xffffffffu, all_keys >> bit & 1);
-        }
-        return uint64_t{words[1]} << 32 | words[0];
-    }
+    // What all warps share.
+    struct Buffers {
+        alignas(1024) char bytes[STAGES][BYTES];
+        Cache caches[2];
+        alignas(16) uint8_t keys[4][TOKENS];  // of four steps in turn, 1: the row is a key
 
-    // What a warp knows of steps to come; in shared memory because steps need all registers.
+        // Of two neighbouring rows of a step, those of this lane: BOTH if they are keys.
+        __device__ __forceinline__ uint32_t pair_of_keys(uint32_t step) const {
+            static_assert(TOKENS == 2 * WARP_SIZE, "a lane has two rows");
+            return reinterpret_cast<const uint16_t*>(keys[step % 4])[tid_x() % WARP_SIZE];
+        }
+
+        // Bit t, whether row t of a step is a key.
+        __device__ __forceinline__ uint64_t key_bits(uint32_t step) const {
+            uint64_t bits = 0;
+#pragma unroll
+            for (int token = 0; token < TOKENS; token += WARP_SIZE) {
+                const bool is_key = keys[step % 4][token + tid_x() % WARP_SIZE];
+                bits |= uint64_t{__ballot_sync(0xffffffffu, is_key)} << token;
+            }
+            return bits;
+        }
+    };
+    static constexpr uint32_t BOTH = 0x0101;
+
+    struct RowPlace {
+        IndexEntry page;  // that was looked up; -1: of no key
+        uint32_t entry;   // of the row within it
+    };
+
+    // What a warp knows of steps to come, by their parity; in shared memory because steps need all
+    // registers.
     struct Own {
-        struct {
+        struct alignas(16) {
             const char* begin[2];  // of a row of keys, of a row of values
-        } rows[OWN_ROWS];
-        struct {
-            IndexEntry page;  // that was looked up
-            uint32_t entry;   // of the row within it
-        } places[OWN_ROWS];
-        StepPlace place;  // of the step whose ids were looked up last
+            int32_t is_key;
+        } rows[2][OWN_ROWS];
+        RowPlace places[2][OWN_ROWS];
+        StepPlace place[2];  // of the step whose ids are looked up next
     };
 };
 
@@ -98,7 +106,7 @@ struct SharedLoader {
             const Pages& cache = *caches[i];
             buffers.caches[i] = {
                 cache.base + kv_head * cache.head_stride, cache.page_stride, cache.token_stride,
-                cache.max_num_pages};
+                min(p.k_cache.max_num_pages, p.v_cache.max_num_pages)};
         }
     }
 
@@ -111,40 +119,153 @@ struct SharedLoader {
         int32_t first_item,
         int32_t end_item)
         : p(p), buffers(buffers), own(own) {
-        StepPlace place = {first_item,       end_item,        first.first_page,
-                           first.mask_entry, first.end_token, first.first_token};
-        if (place.token >= place.end_token) {
-            leave(place);
+        own.place[0] = {first_item,       end_item,        first.first_page,
+                        first.mask_entry, first.end_token, first.first_token};
+        if (first.first_token >= first.end_token) {
+            leave(0);
         }
-        look_up(place);
-        put(place);
-        cp_async_commit_group();
     }
 
-    // Copies the rows that were found into the buffer of step `step`.
+    // All that goes with step `step`, at once.
+    __device__ __forceinline__ void load(uint32_t step) const {
+        copy(step + 1);
+        const Known known = know(step);
+        find(known, step + 2);
+        if (look_up(known, step + 3)) {
+            leave(step + 4);
+        }
+    }
+
+    // Copies the rows of step `step` into its buffer. Rows that are no keys, and elements past a
+    // row's end, become zeros. Copies of rows that are not aligned to 16 bytes are done when it
+    // returns, and leave what is past a row's end.
     __device__ __forceinline__ void copy(uint32_t step) const {
-        char* buffer = buffers.bytes[step % Ring::STAGES];
-        const uint32_t keys = buffers.keys[step % 4][tid_x() / WARP_SIZE];
-        copy_rows<0, Ring::K_ROW_BYTES>(buffer, p.head_dim, keys);
-        copy_rows<1, Ring::V_ROW_BYTES>(buffer + Ring::V_OFFSET, p.head_dim_vo, keys);
-    }
-
-    // Finds the rows of step `step`, whose page ids are there, and looks up those of the next. Ends
-    // the group of copies.
-    __device__ __forceinline__ void advance(uint32_t step) {
-        StepPlace place = own.place;
-        find_rows(place, step);
-        place.token += Ring::TOKENS;
-        if (place.token >= place.end_token && place.item_idx < place.end_item) {
-            leave(place);
+        if constexpr (ALIGNED) {
+            const Copies copies(*this, step);
+#pragma unroll
+            for (int i = 0; i < Ring::GROUPS; ++i) {
+                copies.start(i);
+            }
+        } else {
+            char* buffer = buffers.bytes[step % Ring::STAGES];
+            copy_elements<0, Ring::K_ROW_BYTES>(buffer, step, p.head_dim);
+            copy_elements<1, Ring::V_ROW_BYTES>(buffer + Ring::V_OFFSET, step, p.head_dim_vo);
         }
-        look_up(place);
-        put(place);
-        cp_async_commit_group();
     }
 
-    // To the next item with keys; behind the last there are none.
-    __device__ __forceinline__ void leave(StepPlace& place) const {
+    // The same in GROUPS parts: this lane's copies of rows of a step.
+    struct Copies {
+        const Params& p;
+        const typename Ring::Own& own;
+        uint32_t k_to, v_to;
+        uint32_t parity;
+        int first, chunk_byte;
+
+        __device__ __forceinline__ Copies(const SharedLoader& loader, uint32_t step)
+            : p(loader.p), own(loader.own), parity(step % 2) {
+            const int lane_idx = tid_x() % WARP_SIZE, chunk = lane_idx % Ring::LANES;
+            first = lane_idx / Ring::LANES;
+            chunk_byte = chunk * 16;
+            const int row = Ring::row(first);
+            k_to = smem_address(loader.buffers.bytes[step % Ring::STAGES]);
+            v_to = k_to + Ring::V_OFFSET + swizzled<Ring::V_ROW_BYTES>(row, chunk);
+            k_to += swizzled<Ring::K_ROW_BYTES>(row, chunk);
+        }
+
+        __device__ __forceinline__ void start(int i) const {
+            const auto row = own.rows[parity][i * Ring::R + first];
+            start_row<Ring::K_ROW_BYTES>(k_to, row.begin[0], i, p.head_dim, row.is_key);
+            start_row<Ring::V_ROW_BYTES>(v_to, row.begin[1], i, p.head_dim_vo, row.is_key);
+        }
+
+        template <int ROW_BYTES>
+        __device__ __forceinline__ void start_row(
+            uint32_t to, const char* row, int i, int head_dim, bool is_key) const {
+#pragma unroll
+            for (int span = 0; span < ROW_BYTES; span += Ring::SPAN) {
+                const bool given = is_key && span + chunk_byte < head_dim * int{sizeof(KV)};
+                cp_async_16(
+                    to + i * Ring::R * Ring::WARPS * ROW_BYTES + span * 8, row + chunk_byte + span,
+                    given ? 16 : 0);
+            }
+        }
+    };
+
+    template <int WHICH, int ROW_BYTES>
+    __device__ __forceinline__ void copy_elements(char* buffer, uint32_t step, int head_dim) const {
+        const int lane_idx = tid_x() % WARP_SIZE;
+        for (int i = 0; i < OWN_ROWS; ++i) {
+            const auto& row = own.rows[step % 2][i];
+            const KV* from = reinterpret_cast<const KV*>(row.begin[WHICH]);
+            for (int feat = lane_idx; feat < head_dim; feat += WARP_SIZE) {
+                const int byte = feat * sizeof(KV);
+                char* to = buffer + swizzled<ROW_BYTES>(Ring::row(i), byte / 16) + byte % 16;
+                *reinterpret_cast<KV*>(to) = row.is_key ? from[feat] : KV(0.0f);
+            }
+        }
+    }
+
+    // What find() and look_up() begin with: read before they need it.
+    struct Known {
+        typename Ring::RowPlace at;
+        typename Ring::Cache cache;
+        StepPlace place;
+    };
+
+    // Of what goes with step `step`.
+    __device__ __forceinline__ Known know(uint32_t step) const {
+        const int lane_idx = tid_x() % WARP_SIZE;
+        return {
+            own.places[step % 2][lane_idx % OWN_ROWS], buffers.caches[lane_idx / OWN_ROWS % 2],
+            own.place[(step + 1) % 2]};
+    }
+
+    // Finds the rows of step `step`, whose page ids are there: half of the lanes those of keys,
+    // half of values.
+    __device__ __forceinline__ void find(const Known& known, uint32_t step) const {
+        const int lane_idx = tid_x() % WARP_SIZE;
+        const int i = lane_idx % OWN_ROWS, which = lane_idx / OWN_ROWS % 2;
+        const auto& [at, cache, _] = known;
+        const int64_t id = at.page.value(p.table.indices);
+        const bool is_key = static_cast<uint64_t>(id) < static_cast<uint64_t>(cache.num_pages);
+        const int64_t offset = id * cache.page_stride + at.entry * cache.token_stride;
+        auto& row = own.rows[step % 2][i];
+        row.begin[which] = cache.base + (is_key ? offset : 0);
+        row.is_key = is_key;
+        buffers.keys[step % 4][Ring::row(i)] = is_key;
+    }
+
+    // Starts looking up the page ids of step `step`, and says where the next one is; true: nowhere
+    // in its item, so that leave() must come before it is looked up.
+    __device__ __forceinline__ bool look_up(const Known& known, uint32_t step) const {
+        const int lane_idx = tid_x() % WARP_SIZE;
+        StepPlace place = known.place;
+        const int32_t token = place.token + Ring::row(lane_idx % OWN_ROWS);
+        const bool is_key = token < place.end_token;
+        const uint32_t position =
+            is_key && p.work.mask.given() ? p.work.mask.position(place.mask_entry, token) : token;
+        const Divisor& pages = p.table.page_divisor;
+        const Index& indices = p.table.indices;
+        const uint32_t page_idx = pages.quotient(position);
+        const int64_t i = place.first_page + static_cast<int64_t>(page_idx);
+        auto& to = own.places[step % 2][lane_idx % OWN_ROWS];
+        to.entry = position - page_idx * pages.divisor;
+        const bool is_given = is_key && indices.given() && lane_idx < OWN_ROWS;
+        if (!is_key || !indices.given()) {
+            to.page = {is_key ? static_cast<int32_t>(i) : -1, is_key - 1};
+        }
+        const char* from = static_cast<const char*>(indices.data) + i * indices.stride;
+        cp_async_4_if(is_given, smem_address(&to.page.low), from);
+        cp_async_4_if(is_given && indices.width == 8, smem_address(&to.page.high), from + 4);
+        place.token += Ring::TOKENS;
+        own.place[(step + 1) % 2] = place;  // by every lane the same
+        return place.token >= place.end_token && place.item_idx < place.end_item;
+    }
+
+    // From the end of an item to the next one with keys, where step `step` is; behind the last
+    // there are none.
+    __device__ __forceinline__ void leave(uint32_t step) const {
+        StepPlace place = own.place[step % 2];
         while (++place.item_idx < place.end_item) {
             const Item& item = p.work.items[place.item_idx];
             if (item.first_token < item.end_token) {
@@ -152,101 +273,11 @@ struct SharedLoader {
                 place.mask_entry = item.mask_entry;
                 place.end_token = item.end_token;
                 place.token = item.first_token;
-                return;
+                break;
             }
         }
-    }
-
-    __device__ __forceinline__ int32_t own_token(const StepPlace& place) const {
-        return place.token + Ring::row(tid_x() % OWN_ROWS);
-    }
-
-    // Past the item's end lanes look up the request's first page.
-    __device__ __forceinline__ void look_up(const StepPlace& place) const {
-        if (place.token >= place.end_token || tid_x() % WARP_SIZE >= OWN_ROWS) {
-            return;
-        }
-        const int32_t token = own_token(place);
-        const bool is_key = token < place.end_token;
-        const uint32_t position = !is_key ? 0
-                                  : p.work.mask.given()
-                                      ? p.work.mask.position(place.mask_entry, token)
-                                      : token;
-        const Divisor& pages = p.table.page_divisor;
-        const Index& indices = p.table.indices;
-        const uint32_t page_idx = pages.quotient(position);
-        auto& to = own.places[tid_x() % OWN_ROWS];
-        to.entry = position - page_idx * pages.divisor;
-        const int64_t i = place.first_page + static_cast<int64_t>(page_idx);
-        if (!indices.given()) {
-            to.page.low = static_cast<int32_t>(i);
-            return;
-        }
-        const char* from = static_cast<const char*>(indices.data) + i * indices.stride;
-        cp_async_4(smem_address(&to.page.low), from);
-        if (indices.width == 8) {
-            cp_async_4(smem_address(&to.page.high), from + 4);
-        }
-    }
-
-    // Half of the lanes find rows of keys, half of values.
-    __device__ __forceinline__ void find_rows(const StepPlace& place, uint32_t step) const {
-        const int lane_idx = tid_x() % WARP_SIZE, which = lane_idx / OWN_ROWS % 2;
-        const auto& cache = buffers.caches[which];
-        const auto at = own.places[lane_idx % OWN_ROWS];
-        const int64_t id = at.page.value(p.table.indices);
-        const bool is_key =
-            own_token(place) < place.end_token && id >= 0 && id < cache.max_num_pages;
-        const uint32_t of_both = __ballot_sync(0xffffffffu, is_key);
-        __syncwarp();  // every lane has read rows and places
-        const int64_t offset = id * cache.page_stride + at.entry * cache.token_stride;
-        if (lane_idx < 2 * OWN_ROWS) {
-            own.rows[lane_idx % OWN_ROWS].begin[which] = cache.base + (is_key ? offset : 0);
-        }
-        if (lane_idx == 0) {
-            buffers.keys[step % 4][tid_x() / WARP_SIZE] = of_both & of_both >> OWN_ROWS;
-        }
-    }
-
-    __device__ __forceinline__ void put(const StepPlace& place) const {
         __syncwarp();  // every lane has read it
-        if (tid_x() % WARP_SIZE == 0) {
-            own.place = place;
-        }
-        __syncwarp();  // it is there, and so are the rows
-    }
-
-    // Rows that are no keys, and elements past a row's end, become zeros. Copies of rows that are
-    // not aligned to 16 bytes are done when it returns, and leave what is past a row's end.
-    template <int WHICH, int ROW_BYTES>
-    __device__ __forceinline__ void copy_rows(char* buffer, int head_dim, uint32_t keys) const {
-        constexpr int LANES = Ring::lanes(ROW_BYTES), ROWS = WARP_SIZE / LANES;
-        const int lane_idx = tid_x() % WARP_SIZE;
-        if constexpr (ALIGNED) {
-            constexpr int NUM = OWN_ROWS / ROWS;
-            const int first = lane_idx / LANES, chunk = lane_idx % LANES;
-            const uint32_t to = smem_address(buffer) + swizzled<ROW_BYTES>(Ring::row(first), chunk);
-            const uint32_t own_keys = chunk * 16 < head_dim * int{sizeof(KV)} ? keys >> first : 0;
-            const char* from[NUM];
-#pragma unroll
-            for (int i = 0; i < NUM; ++i) {
-                from[i] = own.rows[i * ROWS + first].begin[WHICH] + chunk * 16;
-            }
-#pragma unroll
-            for (int i = 0; i < NUM; ++i) {
-                const int src_bytes = own_keys >> i * ROWS & 1 ? 16 : 0;
-                cp_async_16(to + i * ROWS * Ring::WARPS * ROW_BYTES, from[i], src_bytes);
-            }
-        } else {
-            for (int i = 0; i < OWN_ROWS; ++i) {
-                const KV* from = reinterpret_cast<const KV*>(own.rows[i].begin[WHICH]);
-                for (int feat = lane_idx; feat < head_dim; feat += WARP_SIZE) {
-                    const int byte = feat * sizeof(KV);
-                    char* to = buffer + swizzled<ROW_BYTES>(Ring::row(i), byte / 16) + byte % 16;
-                    *reinterpret_cast<KV*>(to) = keys >> i & 1 ? from[feat] : KV(0.0f);
-                }
-            }
-        }
+        own.place[step % 2] = place;
     }
 };
 
