@@ -350,7 +350,7 @@ class MlaDecodeTile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``MlaDecodeCta::Smem`` in kernels/mla_decode.cu."""
         ring = self.stages * self.tokens * (512 * self.ckv.itemsize + 128)
-        weights, maxima = 16 * 128, 16 * self.warps * 4
+        weights, maxima = 2 * 16 * 128, 16 * self.warps * 4
         queries = 512 * (max(32 - self.held, 1) + (4 if self.held < 32 else 1))
         keys, scales, item, gates = self.stages * self.warps, 16 * 8, 48 + 8, 2 * 56
         used = ring + weights + queries + maxima + keys + scales + item + gates + 64  # and padding

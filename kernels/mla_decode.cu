@@ -6,8 +6,10 @@
 //
 // The query heads of a block, times the query rows of a request, are the rows of a tile of 16. A
 // CTA owns one block and one part of the work list; its warps copy a step of TOKENS keys together,
-// some steps ahead. Of a step each warp scores 8 keys, and then, with the weights of all keys, adds
-// up its share of the features. Bound by HBM: the latent rows, once.
+// some steps ahead. Of a step each warp weighs 8 keys, and then, with the weights of all keys, adds
+// up its share of the features. Weights are relative to maxima of earlier steps, so that nothing
+// but weights goes between warps while these maxima are high enough. Bound by HBM: the latent rows,
+// once.
 // Host: cukv/mla.py MLAPagedCache.decode       Reference: cukv/reference.py mla_decode
 #include "common/latent_merge.cuh"
 #include "common/latent_queries.cuh"
@@ -32,7 +34,7 @@ struct MlaDecodeCta {
     static_assert(2 * Ring::TOKENS <= WEIGHT_ROW_BYTES, "a row of weights is of a step's keys");
 
     // Whether the next step's scores are worked out beside a step's values, so that warps wait for
-    // each other twice a step, not three times. It takes a buffer that else were on its way.
+    // each other once a step, not twice. It takes a buffer that else were on its way.
     static constexpr bool AHEAD = STAGES > 3;
 
     // Sums of more than 64 features leave no registers for all queries.
@@ -44,7 +46,7 @@ struct MlaDecodeCta {
 
     struct Smem {
         alignas(1024) typename Ring::Buffers ring;
-        char weights[ROWS * WEIGHT_ROW_BYTES];
+        char weights[2][ROWS * WEIGHT_ROW_BYTES];  // of steps in turn
         typename NopeQueries::Rest nope_rest;
         typename PeQueries::Rest pe_rest;
         float maxima[ROWS][WARPS];  // of each warp's keys; at the end of an item, denominators
@@ -171,44 +173,64 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             }
         }
 
-        // 3 steps: of one the scores, and then its values and the scores of the next
+        // 3 steps: of one the weights, and then its values and the weights of the next
         const LatentSight sight(p, item);
         LatentState<FEATS / 8> warp;
-        float s[1][1][4];
+        float s[1][1][4], weights[4];
+        bool rises = false;
+        int turn = 0;  // of a step's weights
+        const auto put_weights = [&] {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                char* to =
+                    smem.weights[turn] + swizzled<Cta::WEIGHT_ROW_BYTES>(row + i * 8, warp_idx);
+                *reinterpret_cast<uint32_t*>(to + lane_idx % 4 * 4) =
+                    cvt_pair<Operand<CKV>>(weights[2 * i], weights[2 * i + 1]);
+            }
+        };
         const int own = warp_idx * 8;  // first of the warp's own keys
         const int32_t first_token = item.first_token, end_token = item.end_token;
 #pragma unroll 1
         for (int32_t token = first_token - TOKENS; token < end_token; token += TOKENS) {
             const bool scored = token >= first_token, more = token + TOKENS < end_token;
+            if constexpr (Cta::AHEAD) {
+                if (more && scored) {
+                    cp_async_wait_group<STAGES - 3>();
+                } else if (more) {
+                    cp_async_wait_group<STAGES - 2>();
+                }
+            }
+            if (Cta::AHEAD || scored) {
+                // Weights are there, and, if ahead, the next step's keys; the buffer before has
+                // been read.
+                rises = __syncthreads_or(rises);
+            }
             if (scored) {
-                __syncthreads();  // maxima are there, and the buffer before has been read
                 if (Cta::AHEAD && more) {
                     loader.issue((stage + STAGES - 1) % STAGES);
                 }
-                const float maxima[2] = {
-                    largest_of(smem.maxima[row]), largest_of(smem.maxima[row + 8])};
-                warp.weigh(s[0][0], maxima);
+                if (rises) {  // seldom, but for an item's first step
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    char* to =
-                        smem.weights + swizzled<Cta::WEIGHT_ROW_BYTES>(row + i * 8, warp_idx);
-                    *reinterpret_cast<uint32_t*>(to + lane_idx % 4 * 4) =
-                        cvt_pair<Operand<CKV>>(s[0][0][2 * i], s[0][0][2 * i + 1]);
+                    for (int i = 0; i < 2; ++i) {
+                        const float m = row_maximum(s[0][0], i);
+                        if (lane_idx % 4 == 0) {
+                            smem.maxima[row + i * 8][warp_idx] = m;
+                        }
+                    }
+                    __syncthreads();  // maxima are there
+                    warp.raise({largest_of(smem.maxima[row]), largest_of(smem.maxima[row + 8])});
+                    warp.weigh(weights, s[0][0]);
+                    put_weights();
+                    __syncthreads();  // weights are there again
                 }
-            }
-            if (Cta::AHEAD && more) {
-                cp_async_wait_group<STAGES - 2>();
-            }
-            if (Cta::AHEAD || scored) {
-                __syncthreads();  // weights are there, and, if ahead, the next step's keys
-            }
 
-            // Weights of all keys of the step, times their values.
-            if (scored) {
+                // Weights of all keys of the step, times their values.
+                warp.add_weights(weights);
                 multiply_latent_values<CKV, Ring::CKV_ROW_BYTES, TOKENS>(
-                    warp.o[0], smem_address(smem.weights), smem_address(smem.ring[stage].ckv),
+                    warp.o[0], smem_address(smem.weights[turn]), smem_address(smem.ring[stage].ckv),
                     warp_idx * FEATS / 8);
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
+                turn ^= 1;
             }
             if (!more) {
                 break;
@@ -221,7 +243,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 }
             }
 
-            // Logits of the warp's own keys of the next step.
+            // Weights of the warp's own keys of the next step.
             const auto& buffer = smem.ring[stage];
             float s_pe[4];
             multiply_latent_keys<Ring::CKV_ROW_BYTES, 4>(
@@ -242,15 +264,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     x = (keys >> local & 1) && local <= last[half_idx] ? x : NO_KEY;
                 });
             }
-
-            // The rows' maxima over all keys of the step.
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float m = row_maximum(s[0][0], i);
-                if (lane_idx % 4 == 0) {
-                    smem.maxima[row + i * 8][warp_idx] = m;
-                }
-            }
+            rises = warp.weigh(weights, s[0][0]);
+            put_weights();
         }
 
         // 4 the result, or a slot's state if the tile has other items

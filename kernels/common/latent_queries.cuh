@@ -230,25 +230,41 @@ __device__ __forceinline__ float row_maximum(const float (&s)[4], int half_idx) 
 }
 
 // The state of 16 rows of which this warp adds up some features, over the keys of all warps; the
-// denominators are of its own keys.
+// denominators are of its own keys. Maxima are lazy, and the same in all warps.
 template <int FEAT_TILES>
 struct LatentState : WarpState<1, FEAT_TILES> {
-    // Turns logits in base 2 into weights relative to the row's maximum, which `maxima` may raise.
-    __device__ __forceinline__ void weigh(float (&s)[4], const float (&maxima)[2]) {
+    // Weights of logits in base 2, relative to the rows' maxima, and whether one is so far above
+    // its row's maximum that this has to rise before.
+    __device__ __forceinline__ bool weigh(float (&weights)[4], const float (&s)[4]) const {
+        bool rises = false;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float m = this->m[0][i / 2];
+            const bool has_key = m > NO_KEY;
+            const float exponent = s[i] - (has_key ? m : 0.0f);  // weights of no keys are 0
+            rises = rises || exponent > (has_key ? LAZY : NO_KEY);
+            weights[i] = ex2(exponent);
+        }
+        return rises;
+    }
+
+    __device__ __forceinline__ void add_weights(const float (&weights)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            this->d[0][i] += weights[2 * i] + weights[2 * i + 1];
+        }
+    }
+
+    // Lets maxima rise to those of all warps' logits of a step.
+    __device__ __forceinline__ void raise(const float (&maxima)[2]) {
         float factor[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float& m = this->m[0][i];
             const float m_new = fmaxf(m, maxima[i]);
-            const float base = m_new > NO_KEY ? m_new : 0.0f;  // weights of no keys are 0
-            factor[i] = ex2(m - base);
+            factor[i] = ex2(m - (m_new > NO_KEY ? m_new : 0.0f));
             m = m_new;
-            s[2 * i] = ex2(s[2 * i] - base);
-            s[2 * i + 1] = ex2(s[2 * i + 1] - base);
-            this->d[0][i] = this->d[0][i] * factor[i] + (s[2 * i] + s[2 * i + 1]);
-        }
-        if (!__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
-            return;
+            this->d[0][i] *= factor[i];
         }
 #pragma unroll
         for (int i = 0; i < 4 * FEAT_TILES; ++i) {
