@@ -205,10 +205,15 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 // been read.
                 rises = __syncthreads_or(rises);
             }
-            if (scored) {
-                if (Cta::AHEAD && more) {
+            // What copies wait for before they begin takes long, so half of the warps begin theirs
+            // while the others multiply.
+            const auto issue_by_half = [&](bool second) {
+                if (Cta::AHEAD && more && (warp_idx >= WARPS / 2) == second) {
                     loader.issue((stage + STAGES - 1) % STAGES);
                 }
+            };
+            if (scored) {
+                issue_by_half(false);
                 if (rises) {  // seldom, but for an item's first step
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
@@ -229,6 +234,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 multiply_latent_values<CKV, Ring::CKV_ROW_BYTES, TOKENS>(
                     warp.o[0], smem_address(smem.weights[turn]), smem_address(smem.ring[stage].ckv),
                     warp_idx * FEATS / 8);
+                issue_by_half(true);
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
                 turn ^= 1;
             }
