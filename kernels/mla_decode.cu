@@ -207,13 +207,13 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             }
             // What copies wait for before they begin takes long, so half of the warps begin theirs
             // while the others multiply.
-            const auto issue_by_half = [&](bool second) {
-                if (Cta::AHEAD && more && (warp_idx >= WARPS / 2) == second) {
+            const auto issue_by_half = [&](bool second, bool is_needed) {
+                if (is_needed && (warp_idx >= WARPS / 2) == second) {
                     loader.issue((stage + STAGES - 1) % STAGES);
                 }
             };
             if (scored) {
-                issue_by_half(false);
+                issue_by_half(false, Cta::AHEAD && more);
                 if (rises) {  // seldom, but for an item's first step
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
@@ -234,19 +234,18 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 multiply_latent_values<CKV, Ring::CKV_ROW_BYTES, TOKENS>(
                     warp.o[0], smem_address(smem.weights[turn]), smem_address(smem.ring[stage].ckv),
                     warp_idx * FEATS / 8);
-                issue_by_half(true);
+                issue_by_half(true, Cta::AHEAD && more);
                 stage = stage + 1 == STAGES ? 0 : stage + 1;
                 turn ^= 1;
             }
             if (!more) {
                 break;
             }
+            const bool copies = !Cta::AHEAD && token + 2 * TOKENS < end_token;
             if constexpr (!Cta::AHEAD) {
                 cp_async_wait_group<STAGES - 2>();
                 __syncthreads();  // the next step's keys are there, and the buffer before is free
-                if (token + 2 * TOKENS < end_token) {
-                    loader.issue((stage + STAGES - 1) % STAGES);
-                }
+                issue_by_half(false, copies);
             }
 
             // Weights of the warp's own keys of the next step.
@@ -272,6 +271,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             }
             rises = warp.weigh(weights, s[0][0]);
             put_weights();
+            issue_by_half(true, copies);
         }
 
         // 4 the result, or a slot's state if the tile has other items
