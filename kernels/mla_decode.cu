@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     using Cta = MlaDecodeCta<CKV, KPE, WARPS, STAGES, HELD>;
     using Ring = typename Cta::Ring;
     constexpr int ROWS = Cta::ROWS, TOKENS = Ring::TOKENS, FEATS = Cta::WARP_FEATS;
-    using TileSlots = LatentSlots<ROWS, FEATS>;
+    using TileSlots = LatentSlots<CKV, ROWS, FEATS>;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
     const int warp_idx = threadIdx.x / WARP_SIZE, lane_idx = threadIdx.x % WARP_SIZE;
@@ -296,19 +296,20 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             if (warp_idx == 0 && lane_idx % 4 == 0 && !whole) {
                 slots.slots.store_state(warp.m[0][i], d[i], row + i * 8);
             }
-            const auto each_vector = [&](auto visit) {
-                warp.template each_vector<CKV>(0, i, [&](const float (&sums)[4], int feat) {
-                    visit(sums, warp_idx * FEATS + feat);
-                });
-            };
             if (whole) {
                 const LatentRow to(p, item, block, row + i * 8);
-                to.store(LatentRow::factor(p, d[i]), each_vector);
+                to.template store<4>(LatentRow::factor(p, d[i]), [&](auto visit) {
+                    warp.template each_vector<CKV>(0, i, [&](const float (&sums)[4], int feat) {
+                        visit(sums, warp_idx * FEATS + feat);
+                    });
+                });
                 if (warp_idx == 0 && lane_idx % 4 == 0) {
                     to.store_lse(warp.m[0][i], d[i]);
                 }
             } else {
-                slots.store(row + i * 8, warp_idx, warp.largest_sum(0, i), each_vector);
+                slots.store(row + i * 8, warp_idx, [&](int tile, int column) {
+                    return warp.o[0][tile][2 * i + column];
+                });
             }
         }
         __syncthreads();  // the slot is written, the item and the denominators have been read

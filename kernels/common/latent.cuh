@@ -81,38 +81,37 @@ struct LatentRow {
         return d > 0.0f ? p.ckv_scale.get() / d : 0.0f;
     }
 
-    // Stores the outputs of many vectors of four sums: each_vector(visit) calls visit(sums, feat).
+    // Stores the outputs of many vectors of 2 or 4 sums: each_vector(visit) calls visit(sums, feat).
     // The usual dtypes have a loop of their own: instructions that are read once are what short
     // launches wait for. Adding 0 makes outputs of a row without keys +0.
-    template <typename EachVector>
+    template <int NUM, typename EachVector>
     __device__ __forceinline__ void store(float factor, EachVector each_vector) const {
         char* to = p.o + (owned ? p.o_rows.offset(at) : 0);
         if (p.o_rows.kind <= KIND_BFLOAT16 && p.o_rows.aligned) {
             const bool is_half = p.o_rows.kind == KIND_HALF;
-            each_vector([&](const float (&sums)[4], int feat) {
-                float x[4];
+            each_vector([&](const float (&sums)[NUM], int feat) {
+                Vec<uint32_t, NUM / 2> pairs;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    x[i] = fmaf(sums[i], factor, 0.0f);
+                for (int i = 0; i < NUM / 2; ++i) {
+                    const float low = fmaf(sums[2 * i], factor, 0.0f);
+                    const float high = fmaf(sums[2 * i + 1], factor, 0.0f);
+                    pairs[i] = is_half ? cvt_pair<half>(low, high) : cvt_pair<bfloat16>(low, high);
                 }
-                const uint2 pairs = make_uint2(
-                    is_half ? cvt_pair<half>(x[0], x[1]) : cvt_pair<bfloat16>(x[0], x[1]),
-                    is_half ? cvt_pair<half>(x[2], x[3]) : cvt_pair<bfloat16>(x[2], x[3]));
                 if (owned) {
-                    *reinterpret_cast<uint2*>(to + 2 * feat) = pairs;
+                    store_vec(to + 2 * feat, pairs);
                 }
             });
             return;
         }
         const int bytes = element_bytes(p.o_rows.kind);
-        each_vector([&](const float (&sums)[4], int feat) {
-            float x[4];
+        each_vector([&](const float (&sums)[NUM], int feat) {
+            float x[NUM];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < NUM; ++i) {
                 x[i] = fmaf(sums[i], factor, 0.0f);
             }
             if (owned) {
-                store_4(to + feat * bytes, x, p.o_rows.kind, p.o_rows.aligned);
+                store_elements(to + feat * bytes, x, p.o_rows.kind, p.o_rows.aligned);
             }
         });
     }

@@ -222,10 +222,11 @@ struct LatentMerge {
 
     __device__ __forceinline__ void store(const float (&sums)[8], int32_t vec, int32_t end) const {
         if (vec < end) {
-            const int feat = Slots::feat(vec % VECS);
-            LatentRow(p, item, block, vec / VECS).store(1.0f, [&](auto visit) {
-                visit({sums[0], sums[1], sums[2], sums[3]}, feat);
-                visit({sums[4], sums[5], sums[6], sums[7]}, feat + 16);
+            LatentRow(p, item, block, vec / VECS).template store<2>(1.0f, [&](auto visit) {
+#pragma unroll
+                for (int pair = 0; pair < 4; ++pair) {
+                    visit({sums[2 * pair], sums[2 * pair + 1]}, Slots::feat(vec % VECS, pair));
+                }
             });
         }
     }

@@ -12,7 +12,7 @@
 
 namespace cukv {
 
-template <int ROWS, int FEATS>
+template <typename KV, int ROWS, int FEATS>
 struct LatentSlots {
     static constexpr int STRETCHES = HEAD_DIM_CKV / FEATS;  // of a row
     static constexpr int STRETCH_VECS = FEATS / 8;          // vectors of eight sums
@@ -33,33 +33,43 @@ struct LatentSlots {
 
     static __device__ __forceinline__ float* units(float* row) { return row + HEAD_DIM_CKV / 2; }
 
-    // The first column of a vector's first four sums; the others are 16 columns further.
-    static __device__ __forceinline__ int feat(int vec) { return vec / 4 * 32 + vec % 4 * 4; }
+    // A vector is of one lane, 2 sums of each of 4 tiles of 8 columns (common/products.cuh), in
+    // pairs of neighbouring columns: the first column of a pair.
+    static __device__ __forceinline__ int feat(int vec, int pair) {
+        const int t = vec % 4;
+        return vec / 4 * 32 +
+               (is_fp8<KV> ? pair / 2 * 16 + 4 * t + pair % 2 * 2 : pair * 8 + 2 * t);
+    }
 
-    // Stores a stretch of a row, by the four lanes that have it: each_vector(visit) calls
-    // visit(sums, feat) for vectors of four sums, every other of them 16 columns behind the one
-    // before. `largest` of a lane's magnitudes.
-    template <typename EachVector>
-    __device__ __forceinline__ void store(
-        int row_idx, int stretch, float largest, EachVector each_vector) const {
+    // Stores a stretch of a row, by the four lanes that have it: sum(tile, i) is a lane's sum of
+    // column i of its two of a tile.
+    template <typename Sum>
+    __device__ __forceinline__ void store(int row_idx, int stretch, Sum sum) const {
+        float largest = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < FEATS / 8; ++tile) {
+            largest = fmaxf(largest, fmaxf(fabsf(sum(tile, 0)), fabsf(sum(tile, 1))));
+        }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         // Biased exponents: both the unit and its inverse are normal numbers.
         const uint32_t exponent = max(__float_as_uint(largest) >> 23, 15u);
         const float inverse = __uint_as_float(2 * 127 + 14 - exponent << 23);
         float* to = row(slots.item.item_idx, row_idx);
-        uint32_t pairs[4];
-        int num_pairs = 0;
-        each_vector([&](const float (&sums)[4], int feat) {
-            pairs[num_pairs++] = cvt_pair<half>(sums[0] * inverse, sums[1] * inverse);
-            pairs[num_pairs++] = cvt_pair<half>(sums[2] * inverse, sums[3] * inverse);
-            if (num_pairs == 4) {
-                __stcg(
-                    vecs(to) + feat / 32 * 4 + feat % 16 / 4,
-                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-                num_pairs = 0;
+        uint4* own = vecs(to) + stretch * STRETCH_VECS + tid_x() % 4;
+#pragma unroll
+        for (int tile = 0; tile < FEATS / 8; tile += 4) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                // Tiles of fp8 alternate by columns.
+                const int first = tile + pair / 2 * 2;
+                const float low = is_fp8<KV> ? sum(first, pair % 2) : sum(tile + pair, 0);
+                const float high = is_fp8<KV> ? sum(first + 1, pair % 2) : sum(tile + pair, 1);
+                pairs[pair] = cvt_pair<half>(low * inverse, high * inverse);
             }
-        });
+            __stcg(own + tile, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        }
         if (threadIdx.x % 4 == 0) {
             units(to)[stretch] = __uint_as_float(exponent - 14 << 23);
         }

@@ -19,7 +19,7 @@ __device__ __forceinline__ void consumers_sync() { bar_sync<1>(NUM_CONSUMERS); }
 // weights of 64 keys and two runs of 128 columns of sums.
 template <typename KV>
 struct LatentConsumer : LatentWeights {
-    using TileSlots = LatentSlots<LATENT_ROWS, HEAD_DIM_CKV / 2>;
+    using TileSlots = LatentSlots<KV, LATENT_ROWS, HEAD_DIM_CKV / 2>;
 
     const LatentParams& p;
     LatentSmem& smem;
@@ -265,6 +265,7 @@ struct LatentConsumer : LatentWeights {
             rescale();
             add_other();
             added(0);
+            pin_registers(s);  // as behind the loop: else registers change places, and spill
         }
         if (steps == 1) {
             arrive(smem.q_empty);
@@ -302,7 +303,8 @@ struct LatentConsumer : LatentWeights {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const LatentRow to(p, item, block, row + 8 * h);
-                to.store(LatentRow::factor(p, all[h]), [&](auto visit) { each_vector(h, visit); });
+                to.template store<4>(
+                    LatentRow::factor(p, all[h]), [&](auto visit) { each_vector(h, visit); });
                 if (is_first) {
                     to.store_lse(m[h], all[h]);
                 }
@@ -313,13 +315,9 @@ struct LatentConsumer : LatentWeights {
         const TileSlots slots{{p.work, item, block}};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float largest = 0.0f;
-#pragma unroll
-            for (int i = 2 * h; i < 128; i += 4) {
-                const float (&two)[64] = o[i / 64];
-                largest = fmaxf(largest, fmaxf(fabsf(two[i % 64]), fabsf(two[i % 64 + 1])));
-            }
-            slots.store(row + 8 * h, group, largest, [&](auto visit) { each_vector(h, visit); });
+            slots.store(row + 8 * h, group, [&](int tile, int i) {
+                return o[tile / 16][tile % 16 * 4 + 2 * h + i];
+            });
             if (is_first) {
                 slots.slots.store_state(m[h], all[h], row + 8 * h);
             }

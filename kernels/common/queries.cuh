@@ -200,31 +200,39 @@ struct QueryLoader {
     }
 };
 
-// Stores four elements as half, bfloat16 or float, whole if `to` is aligned to them.
-__device__ __forceinline__ void store_4(char* to, const float (&x)[4], int kind, bool aligned) {
+// Stores 2 or 4 elements as half, bfloat16 or float, whole if `to` is aligned to them.
+template <int NUM>
+__device__ __forceinline__ void store_elements(
+    char* to, const float (&x)[NUM], int kind, bool aligned) {
     if (kind == KIND_FLOAT) {
         if (aligned) {
-            *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+            Vec<float, NUM> y;
+#pragma unroll
+            for (int i = 0; i < NUM; ++i) {
+                y[i] = x[i];
+            }
+            store_vec(to, y);
         } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < NUM; ++i) {
                 reinterpret_cast<float*>(to)[i] = x[i];
             }
         }
         return;
     }
-    const bool is_half = kind == KIND_HALF;
-    const uint2 pairs =
-        is_half ? make_uint2(cvt_pair<half>(x[0], x[1]), cvt_pair<half>(x[2], x[3]))
-                : make_uint2(cvt_pair<bfloat16>(x[0], x[1]), cvt_pair<bfloat16>(x[2], x[3]));
+    Vec<uint32_t, NUM / 2> pairs;
+#pragma unroll
+    for (int i = 0; i < NUM / 2; ++i) {
+        pairs[i] = kind == KIND_HALF ? cvt_pair<half>(x[2 * i], x[2 * i + 1])
+                                     : cvt_pair<bfloat16>(x[2 * i], x[2 * i + 1]);
+    }
     if (aligned) {
-        *reinterpret_cast<uint2*>(to) = pairs;
+        store_vec(to, pairs);
     } else {
-        uint16_t* elements = reinterpret_cast<uint16_t*>(to);
-        elements[0] = pairs.x;
-        elements[1] = pairs.x >> 16;
-        elements[2] = pairs.y;
-        elements[3] = pairs.y >> 16;
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) {
+            reinterpret_cast<uint16_t*>(to)[i] = pairs[i / 2] >> i % 2 * 16;
+        }
     }
 }
 
@@ -269,7 +277,7 @@ struct RowResult {
         }
         if (at.q_row >= 0) {
             char* to = p.o + p.o_rows.offset(at) + feat * element_bytes(p.o_rows.kind);
-            store_4(to, x, p.o_rows.kind, p.o_rows.aligned);
+            store_elements(to, x, p.o_rows.kind, p.o_rows.aligned);
         }
     }
 

@@ -38,17 +38,6 @@ struct WarpState {
         return sum;
     }
 
-    // The largest magnitude among this lane's sums of a row.
-    __device__ __forceinline__ float largest_sum(int m_tile, int half_idx) const {
-        float largest = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < FEAT_TILES; ++tile) {
-            const float* sums = &o[m_tile][tile][2 * half_idx];
-            largest = fmaxf(largest, fmaxf(fabsf(sums[0]), fabsf(sums[1])));
-        }
-        return largest;
-    }
-
     // Calls visit(sums, feat) for vectors of four neighbouring sums of a row that cover it once
     // over its four lanes.
     template <typename KV, typename Visit>
