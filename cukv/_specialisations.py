@@ -151,7 +151,7 @@ class PrefillTile(NamedTuple):
     @property
     def item_steps(self) -> int:
         """What an item costs beside its keys, in steps."""
-        return 4
+        return 2
 
     @property
     def cut_cost(self) -> int:
