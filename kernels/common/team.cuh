@@ -281,7 +281,7 @@ struct Team {
             mbarrier_arrive(smem.v_empty[v.stage]);
         }
         v.next();
-        k_here = false;
+        k_here = v_here = false;
         finish(slot, state.rows);
     }
 
