@@ -433,9 +433,8 @@ LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
-# Sizes that prefill_sm90 has tiles for, each exactly; of (192, 128) only for ragged keys and logits
-# without a cap, since pages and caps take registers that are not there. None has both a cap and a
-# mask, which are rare together.
+# Sizes that prefill_sm90 has tiles for, each exactly; of (192, 128) not for pages under a mask,
+# which take registers that are not there. None has both a cap and a mask, which are rare together.
 _SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
@@ -471,7 +470,7 @@ def sm90_tiles() -> tuple[Sm90Tile, ...]:
         for dims in _SM90_HEAD_DIMS
         for paged in (False, True)
         for capped, masked in ((False, False), (True, False), (False, True))
-        if dims != (192, 128) or not (paged or capped)
+        if dims != (192, 128) or not (paged and masked)
     )
 
 

@@ -85,7 +85,7 @@ def test_any_rows(rows, rng, forced):
     assert bool(forced) == (not rows.dtype.startswith("float8"))
 
 
-# Keys wider than values, which only ragged ones may be; a cap is left to the portable kernel.
+# Keys wider than values.
 @pytest.mark.parametrize("options", [{"causal": True}, {}, {"logits_soft_cap": 5.0}], ids=str)
 def test_ragged_keys_wider_than_values(options, rng, forced):
     qo_lens, kv_lens = (0, 200, 3, 77, 1), (9, 700, 0, 130, 256)
