@@ -347,6 +347,7 @@ def test_empty_batches_change_nothing(place, rng):
     same(got.data, cache.data)
     assert o.shape == (0, 4, 16)
     assert [x.data.shape for x in gathered] == [(0, 2, 16)] * 2
+    assert [x.indptr.tolist() for x in gathered] == [[0]] * 2
 
 
 # Plans
