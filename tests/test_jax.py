@@ -905,6 +905,24 @@ def test_calls_with_the_same_buffers_prepare_nothing_again(launched, rng, monkey
     assert len(launched) == 4
 
 
+def test_buffers_of_one_device_are_remembered_whatever_others_bring(launched, rng, monkeypatch):
+    callbacks = []
+    init = _xla._Callback.__init__
+    monkeypatch.setattr(
+        _xla._Callback, "__init__", lambda self, *args: callbacks.append(self) or init(self, *args)
+    )
+    rows = in_jax(random_rows(rng, (4, 8, 16), "float16"))
+    jax.block_until_ready(cj.append(made(CASE, rng)[2], rows, rows, made(CASE, rng)[3]))
+    (callback,) = callbacks
+    callback._recorded.clear()
+    count = len(callback._specs)
+    for device in (0, *[1] * 2 * _xla._MAX_REMEMBERED):
+        buffers = _xla._NOWHERE + 128 * rng.integers(1 << 24, size=count)
+        callback._record(device, tuple(buffers.tolist()))
+    assert len(callback._recorded[0]) == 1
+    assert len(callback._recorded[1]) == _xla._MAX_REMEMBERED
+
+
 def test_a_call_launches_the_same_kernels_whatever_its_buffers_are(launched, rng, monkeypatch):
     callbacks = []
     init = _xla._Callback.__init__

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from cukv._arrays import Array
     from cukv._recording import Work
 
-_MAX_REMEMBERED = 64  # sets of addresses of one call; XLA keeps 16 captures of it
+_MAX_REMEMBERED = 64  # sets of addresses of one call on a device; XLA keeps 16 captures of it
 _ALIGNMENT = 256  # bytes, as XLA's own allocations on a GPU have
 _HOST = -1  # device of NumPy arrays
 _DEVICE_TYPES = {1: False, 2: True}  # DLPack's: whether arrays are on a GPU
@@ -232,7 +233,8 @@ class _Callback:
         self._num_operands, self._aliases = len(leaves), aliases
         self._work = work
         self._specs = [Spec.of(x) for x in (*leaves, *outputs)]
-        self._recorded: dict[tuple[int, tuple[int, ...]], list[Work]] = {}
+        # By device, each of which a thread of its own may call for, and by addresses.
+        self._recorded: dict[int, dict[tuple[int, ...], list[Work]]] = defaultdict(dict)
         self.scratch_bytes = 0
         self.launches = False  # shapes decide whether a call does anything
         self._tickets: dict[int, tuple[int, int]] = {}  # of each device: address and bytes
@@ -243,7 +245,7 @@ class _Callback:
         if device == _HOST:
             self._on_host(pointers)
             return
-        recorded = self._recorded.get((device, pointers))
+        recorded = self._recorded[device].get(pointers)
         if recorded is None:
             recorded = self._record(device, pointers)
         if getDevice() == device:
@@ -278,9 +280,10 @@ class _Callback:
         tickets = _Arena(*self._tickets.get(device, (0, 0)), device)
         with cp.cuda.Device(device), recording() as recorded:
             self._on_device(arrays, scratch, tickets, device)
-        if len(self._recorded) >= _MAX_REMEMBERED:
-            self._recorded.clear()
-        self._recorded[device, pointers] = recorded
+        remembered = self._recorded[device]
+        if len(remembered) >= _MAX_REMEMBERED:
+            remembered.clear()
+        remembered[pointers] = recorded
         return recorded
 
     def _on_device(
