@@ -29,6 +29,7 @@ import numpy as np
 from cupy_backends.cuda.api.runtime import getDevice
 from jax.experimental.buffer_callback import buffer_callback
 
+from cukv._kernels import log
 from cukv._plan import Plan, placement
 from cukv._recording import recording
 
@@ -271,7 +272,13 @@ class _Callback:
         arrays = [spec.on_host(p) for spec, p in zip(self._specs, pointers, strict=False)]
         for operand in arrays[: self._num_operands]:
             operand.flags.writeable = False
-        self._do(Memory(), arrays)
+        try:
+            self._do(Memory(), arrays)
+        except Exception as error:
+            # Where other devices wait for this one, JAX never comes to raise it.
+            if jax.local_device_count("cpu") > 1:
+                log.error("on one of JAX's devices: %s", error)
+            raise
 
     def _record(self, device: int, pointers: tuple[int, ...]) -> list[Work]:
         """Note what is to be launched for these buffers."""
@@ -352,11 +359,7 @@ def call(
     # call, and where the result is needed besides, both are done: a barrier has it see one call.
     if not aliases:
         found = jax.lax.optimization_barrier(found)
-    # Inside shard_map a result differs among the devices that an argument differs among.
-    varies = frozenset().union(*(_varying_axes(leaf) for leaf in leaves))
-    if varies:
-        found = [_vary(x, tuple(varies)) for x in found]
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(structure, vary_as(leaves, found))
 
 
 def plan_key(make: Callable[..., Plan], *args: Any) -> tuple[str, tuple[tuple[str, Any], ...], int]:
@@ -401,8 +404,11 @@ def _varying_axes(x: Any) -> frozenset[str]:
     return getattr(kind, "vma", frozenset())
 
 
-def _vary(x: Any, axes: tuple[str, ...]) -> Any:
-    """Mark a value as differing among the devices along axes of the mesh."""
+def vary_as(args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+    """Mark results as differing among the devices of shard_map that an argument differs among."""
+    axes = tuple(frozenset().union(*(_varying_axes(x) for x in args)))
+    if not axes:
+        return results
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, axes, to="varying")
-    return jax.lax.pvary(x, axes)
+        return [jax.lax.pcast(x, axes, to="varying") for x in results]
+    return [jax.lax.pvary(x, axes) for x in results]
