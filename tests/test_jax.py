@@ -1044,11 +1044,14 @@ def test_a_call_launches_the_same_kernels_whatever_its_buffers_are(launched, rng
         plan = cj.plan(args[0], *args[-2:], **options)
         for each in (None, plan):
             jax.block_until_ready(function(*args, plan=each, **options))
-    cj.append(there[0], new, new, there[1])
-    cj.gather(*there)
-    cj.mla_append(latent[0], q_nope[:, 0], q_pe[:, 0], latent[1])
-    cj.merge_states(q[None], jnp.zeros((1, 3, 8)))
-    cj.packbits(q > 0)
+    others = (
+        cj.append(there[0], new, new, there[1]),
+        cj.gather(*there),
+        cj.mla_append(latent[0], q_nope[:, 0], q_pe[:, 0], latent[1]),
+        cj.merge_states(q[None], jnp.zeros((1, 3, 8))),
+        cj.packbits(q > 0),
+    )
+    jax.block_until_ready(others)  # else they would launch below
     for callback in callbacks:
         found = set()
         count = len(callback._specs) + 1  # scratch is the last
