@@ -32,11 +32,18 @@ ON_NO_DEVICE = {
     *("kpe_dtype", "num_levels", "page_size"),
     *("show", "plot", "to_host", "to_device", "validate"),
 }
+SUBMODULES = {"cascade", "decode", "mla", "page", "prefill", "quantization"}  # of cukv.flashinfer
 
 DECODE = ("PagedKVCache.decode", "PagedKVCache.plan", "Plan.update")
 
 CALLS: dict[tuple[str, ...], Any] = {}  # by the names that they make
 OF_CUPY: set[tuple[str, ...]] = set()  # names whose work CuPy's own kernels and copies do
+# Of those the ones whose work comes before some of their arrays are looked at.
+CUPY_FIRST = {
+    "flashinfer.BatchMLAPagedAttentionWrapper",
+    "flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "flashinfer.single_decode_with_kv_cache",
+}
 
 
 def covers(*names, of_cupy=False):
@@ -328,6 +335,78 @@ def scripts_over_pages(there, rng):
     return data, *wrapper.run(q, data, return_lse=True)
 
 
+@covers("flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper", of_cupy=True)
+def scripts_of_graphs(there, rng):
+    case = PagedCase((45, 0, 8, 25))
+    data, *index = (there(x) for x in case.arrays(rng)[:4])
+    buffers = (there(np.zeros(x.shape, np.int32)) for x in index)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        there(np.zeros(16, np.uint8)), *buffers
+    )
+    wrapper.plan(*index, 8, 2, 64, 16)
+    return wrapper.run(there(case.queries(rng, 4, 8)), data)
+
+
+@covers("flashinfer.BatchPrefillWithPagedKVCacheWrapper")
+def scripts_of_prompts(there, rng):
+    case = PagedCase((45, 0, 8, 25))
+    data, *index = (there(x) for x in case.arrays(rng)[:4])
+    q, mask = there(case.queries(rng, 9, 8)), there(rng.random(3 * 45 + 8 + 5 * 25) < 0.5)
+    qo_indptr = there(np.array([0, 3, 3, 4, 9], np.int32))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(there(np.zeros(16, np.uint8)))
+    wrapper.plan(qo_indptr, *index, 8, 2, 64, 16, causal=True)
+    found = wrapper.run(q, data, return_lse=True)
+    wrapper.plan(qo_indptr, *index, 8, 2, 64, 16, custom_mask=mask)
+    return *found, wrapper.run(q, data)
+
+
+@covers("flashinfer.BatchPrefillWithRaggedKVCacheWrapper")
+def scripts_of_packed_prompts(there, rng):
+    q, k = (there(random_rows(rng, (n, h, 64), "float16")) for n, h in ((9, 8), (50, 2)))
+    offsets = there(np.array([0, 3, 9], np.int32)), there(np.array([0, 10, 50], np.int32))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(there(np.zeros(16, np.uint8)))
+    wrapper.plan(*offsets, 8, 2, 64, causal=True)
+    return wrapper.run(q, k, k, return_lse=True)
+
+
+@covers(
+    "flashinfer.single_decode_with_kv_cache",
+    "flashinfer.single_prefill_with_kv_cache",
+    "flashinfer.single_prefill_with_kv_cache_return_lse",
+    of_cupy=True,
+)
+def scripts_of_one_request(there, rng):
+    q, k = (there(random_rows(rng, (n, h, 64), "float16")) for n, h in ((9, 8), (50, 2)))
+    return (
+        flashinfer.single_decode_with_kv_cache(q[0], k, k),
+        flashinfer.single_prefill_with_kv_cache(q, k, k, causal=True),
+        *flashinfer.single_prefill_with_kv_cache_return_lse(q, k, k),
+    )
+
+
+@covers("flashinfer.MultiLevelCascadeAttentionWrapper")
+def scripts_of_levels(there, rng):
+    levels, index = levels_of(), []
+    for get in (lambda t: t.indptr, lambda t: t.indices, lambda t: t.last_page_len):
+        index.append([there(get(table)) for table in levels.tables])
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, there(np.zeros(16, np.uint8)))
+    wrapper.plan([there(rows) for rows in levels.qo_indptr], *index, 8, 2, 64, 16)
+    q, data = (random_rows(rng, shape, "float16") for shape in ((4, 8, 64), (8, 2, 16, 2, 64)))
+    return wrapper.run(there(q), there(data))
+
+
+@covers("flashinfer.append_paged_mla_kv_cache")
+def scripts_that_append_latents(there, rng):
+    case = MLACase((45, 0, 8, 25))
+    cache, table = case.nouns(case.arrays(rng))
+    ckv, kpe = (there(np.ascontiguousarray(x)) for x in (cache.ckv, cache.kpe))
+    rows = [there(random_rows(rng, (4, n), "float16")) for n in (512, 64)]
+    where = there(np.array([0, 2, 3, 0])), there(np.array([44, 7, 24, 0]))
+    index = (there(x) for x in (table.indices, table.indptr, table.last_page_len))
+    flashinfer.append_paged_mla_kv_cache(*rows, *where, ckv, kpe, *index)
+    return ckv, kpe
+
+
 @covers("flashinfer.BatchMLAPagedAttentionWrapper", of_cupy=True)
 def scripts_over_latents(there, rng):
     ckv, kpe = (there(random_rows(rng, (9, 16, n), "float16")) for n in (512, 64))
@@ -336,6 +415,23 @@ def scripts_over_latents(there, rng):
     index = [there(np.array(x, np.int32)) for x in ([0, 1, 2], [0, 3, 5], range(5), [40, 20])]
     wrapper.plan(*index, 16, 512, 64, 16, False, 0.1, "float16", "float16")
     return wrapper.run(*q, ckv, kpe, return_lse=True, return_lse_base_on_e=True)
+
+
+@covers("flashinfer.merge_state", "flashinfer.merge_states")
+def scripts_of_states(there, rng):
+    o, lse = (there(random_rows(rng, (5, 3, 2, *n), "float32")) for n in ((8,), ()))
+    merged = flashinfer.merge_state(*(x[:, i] for i in (0, 1) for x in (o, lse)))
+    return *merged, *flashinfer.merge_states(o, lse)
+
+
+@covers("flashinfer.packbits")
+def scripts_that_pack(there, rng):
+    return flashinfer.packbits(there(rng.random(50) < 0.5))
+
+
+@covers("flashinfer.get_seq_lens")
+def scripts_of_lengths(there, rng):
+    return flashinfer.get_seq_lens(there(np.array([0, 3, 3])), there(np.array([3, 9])), 16)
 
 
 @covers("flashinfer.merge_state_in_place", of_cupy=True)
@@ -377,6 +473,7 @@ def test_every_public_name_is_called_or_works_on_no_device():
                 is_work = isinstance(value, (property, classmethod)) or inspect.isfunction(value)
                 if is_work and not member.startswith("_"):
                     found.add(member if member in ON_NO_DEVICE else f"{name}.{member}")
+    found |= {f"flashinfer.{name}" for name in set(flashinfer.__all__) - SUBMODULES}
     called = {name for names in CALLS for name in names}
     assert found - called - ON_NO_DEVICE == set()
 
@@ -505,8 +602,8 @@ def check_mixed(names, there):
 
 @every_call
 def test_mixed_devices_raise(names, gpus):
-    if names[0].endswith("MLAPagedAttentionWrapper"):
-        pytest.skip("its plan is CuPy's own work, and comes before some of the arrays")
+    if names[0] in CUPY_FIRST:
+        pytest.skip("CuPy's own work, which needs a GPU, comes before some of the arrays")
     check_mixed(names, fake)
     assert gpus.current == 0
 
@@ -514,8 +611,8 @@ def test_mixed_devices_raise(names, gpus):
 @every_call
 def test_what_is_moved_as_a_whole_to_another_device_raises(names, gpus):
     """Nouns too, which with one array astray raise when they are made, not when they are used."""
-    if names[0].endswith("MLAPagedAttentionWrapper"):
-        pytest.skip("its plan is CuPy's own work, and comes before some of the arrays")
+    if names[0] in CUPY_FIRST:
+        pytest.skip("CuPy's own work, which needs a GPU, comes before some of the arrays")
     rng, moves = functools.partial(np.random.default_rng, 1), []
     with contextlib.suppress(cp.cuda.runtime.CUDARuntimeError):  # CuPy's work
         CALLS[names](lambda x: moves.append(x) or fake(0, x), rng())

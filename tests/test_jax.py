@@ -374,6 +374,7 @@ def test_empty_batches_change_nothing(place, rng):
     same(got.data, cache.data)
     assert o.shape == (0, 4, 16)
     assert [x.data.shape for x in gathered] == [(0, 2, 16)] * 2
+    assert [x.indptr.tolist() for x in gathered] == [[0]] * 2
 
 
 # Plans
@@ -613,8 +614,8 @@ def padded(x, size):
     return np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
 
 
-@pytest.mark.parametrize("place", on_all, indirect=True)
-def test_keys_are_sharded_and_states_merge_by_their_lse(place, rng):
+def shared_keys(place, rng, axes):
+    """Give q, cache and table of 3 requests whose keys devices share, their specs, and all keys."""
     lens = rng.integers(0, 20, (len(place), 3))  # of each request on each device; some have none
     parts = [PagedCase(tuple(n.tolist()), page_size=4, num_kv_heads=2, head_dim=16) for n in lens]
     nouns = [case.nouns(case.arrays(rng)) for case in parts]
@@ -630,30 +631,104 @@ def test_keys_are_sharded_and_states_merge_by_their_lse(place, rng):
             lambda t: t.last_page_len,
         )
     ]
+    cache = cj.noun(cukv.PagedKVCache, jnp.asarray(caches))
+    table = cj.noun(cukv.PageTable, *in_jax(tables), 4)
+    by_keys = P(axes)
+    specs = (
+        P(),
+        cj.noun(cukv.PagedKVCache, by_keys),
+        cj.noun(cukv.PageTable, by_keys, by_keys, by_keys, 4),
+    )
+    rows, values = ([list(cache.gather(table)[side]) for cache, table in nouns] for side in (0, 1))
+    k, v = (
+        cukv.RaggedTensor.from_list([np.concatenate([x[b] for x in of]) for b in range(3)])
+        for of in (rows, values)
+    )
+    return (q, cache, table), specs, (k, v)
+
+
+@pytest.mark.parametrize("place", on_all, indirect=True)
+def test_keys_are_sharded_and_states_merge_by_their_lse(place, rng):
+    args, specs, (k, v) = shared_keys(place, rng, "x")
 
     def attend(q, cache, table):
         o, lse = cj.decode(q, cache, table, return_lse=True)
         o, lse = cj.pmerge_states(o, lse, "x")
         return o[None], lse[None]  # the same on every device
 
-    over_keys = (
-        cj.noun(cukv.PagedKVCache, P("x")),
-        cj.noun(cukv.PageTable, P("x"), P("x"), P("x"), 4),
-    )
-    specs = P(), *over_keys
     sharded = jax.shard_map(attend, mesh=mesh_of(place), in_specs=specs, out_specs=(P("x"), P("x")))
-    cache = cj.noun(cukv.PagedKVCache, jnp.asarray(caches))
-    table = cj.noun(cukv.PageTable, *in_jax(tables), 4)
-    o, lse = map(np.asarray, jax.jit(sharded)(*spread(place, specs, q, cache, table)))
-    rows, values = ([list(cache.gather(table)[side]) for cache, table in nouns] for side in (0, 1))
-    k, v = (
-        cukv.RaggedTensor.from_list([np.concatenate([x[b] for x in of]) for b in range(3)])
-        for of in (rows, values)
-    )
-    want = cukv.RaggedTensor(q, [0, 1, 2, 3]).prefill(k, v, return_lse=True)
+    o, lse = map(np.asarray, jax.jit(sharded)(*spread(place, specs, *args)))
+    want = cukv.RaggedTensor(args[0], [0, 1, 2, 3]).prefill(k, v, return_lse=True)
     for device in range(len(place)):
         assert_close(o[device], want[0], ATTENTION["float16"], scale=max_abs(v.data))
         assert_close(lse[device], want[1], LSE)
+
+
+def test_a_loop_carries_merged_states_as_the_same_on_every_device(place, rng):
+    axes = "x", "y"  # keys are shared out along both
+    args, specs, (k, v) = shared_keys(place, rng, axes)
+
+    def layers(q, cache, table):
+        def layer(x, _):
+            o, lse = cj.decode(x, cache, table, return_lse=True)
+            o, lse = cj.pmerge_states(o, lse, axes)
+            return x + o, lse
+
+        return jax.lax.scan(layer, q, length=2)
+
+    mesh = jax.sharding.Mesh(np.array(place).reshape(2, 4), axes)
+    x, lse = jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=P()))(*args)
+    want = args[0]
+    for turn in range(2):
+        o, its_lse = cukv.RaggedTensor(want, [0, 1, 2, 3]).prefill(k, v, return_lse=True)
+        assert_close(np.asarray(lse)[turn], its_lse, LSE)
+        want = want + o
+    assert_close(np.asarray(x), want, ATTENTION["float16"], scale=2 * max_abs(v.data))
+
+
+def test_sinks_that_one_device_has_count_once(place, rng):
+    args, specs, (k, v) = shared_keys(place, rng, "x")
+    sinks = rng.standard_normal(4).astype(np.float32)
+
+    def attend(q, cache, table):
+        mine = jnp.where(jax.lax.axis_index("x") == 3, sinks, -jnp.inf)
+        o, lse = cj.decode(q, cache, table, sinks=mine, return_lse=True)
+        return cj.pmerge_states(o, lse, "x")
+
+    sharded = jax.shard_map(attend, mesh=mesh_of(place), in_specs=specs, out_specs=P())
+    o, lse = map(np.asarray, jax.jit(sharded)(*args))
+    want = cukv.RaggedTensor(args[0], [0, 1, 2, 3]).prefill(k, v, sinks=sinks, return_lse=True)
+    assert_close(o, want[0], ATTENTION["float16"], scale=max_abs(v.data))
+    assert_close(lse, want[1], LSE)
+
+
+def test_a_plan_that_is_made_inside_shard_map_is_of_the_type_of_one_that_is_given(place, rng):
+    args, specs, _ = shared_keys(place, rng, "x")
+    mesh = mesh_of(place)
+    plan = jax.shard_map(cj.plan, mesh=mesh, in_specs=specs, out_specs=P("x"))(*args)
+
+    def attend(plan, is_old, q, cache, table):
+        plan = jax.lax.cond(is_old, lambda: cj.plan(q, cache, table), lambda: plan)
+        return cj.decode(q, cache, table, plan=plan)
+
+    specs = P("x"), P(), *specs
+    sharded = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P("x")))
+    same(*(sharded(plan, is_old, *args) for is_old in (False, True)))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_what_is_bad_on_one_of_several_devices_is_logged(place, num_devices, caplog, monkeypatch):
+    """Where others wait for that device, JAX does not come to raise it."""
+    monkeypatch.setattr(jax, "local_device_count", lambda backend: num_devices)
+
+    def work(memory, results):
+        raise ValueError("page 3 of request 0 must be below 3")
+
+    with pytest.raises(ValueError, match="page 3 of request 0"):
+        _xla._Callback(work, (), (), {})._on_host(())
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    message = "on one of JAX's devices: page 3 of request 0 must be below 3"
+    assert found == ([("ERROR", message)] if num_devices > 1 else [])
 
 
 @pytest.mark.parametrize("place", on_all, indirect=True)
@@ -675,12 +750,30 @@ def test_states_of_devices_merge_as_those_of_one_array_do(place, rng):
         assert_close(merged_lse[device], want_lse, LSE)
 
 
+def test_states_of_devices_whose_sum_would_be_infinite_merge(place):
+    largest = float(jnp.finfo("bfloat16").max)
+    o = jnp.full((len(place), 2, 3, 8), largest, "bfloat16")
+
+    def merge(o):
+        return cj.pmerge_states(o[0], jnp.zeros((2, 3)), "x")
+
+    sharded = jax.shard_map(merge, mesh=mesh_of(place), in_specs=P("x"), out_specs=P())
+    with jax.numpy_rank_promotion("raise"):  # as strict users have it
+        merged, lse = jax.jit(sharded)(o)
+    same(merged, o[0])
+    same(lse, np.full((2, 3), np.log2(len(place)), np.float32))
+
+
 def test_states_of_devices_are_checked(place):
     o, lse = jnp.zeros((2, 3, 8), "float16"), jnp.zeros((2, 3))
     with pytest.raises(TypeError, match="pmerge_states: lse must be float32, got float16"):
         cj.pmerge_states(o, lse.astype("float16"), "x")
-    with pytest.raises(ValueError, match=r"pmerge_states: lse must have the shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"pmerge_states: lse must be \[n=2, num_heads=3\], got"):
         cj.pmerge_states(o, lse[:1], "x")
+    with pytest.raises(TypeError, match=r"pmerge_states: o must be .*, got int32"):
+        cj.pmerge_states(o.astype("int32"), lse, "x")
+    with pytest.raises(ValueError, match=r"pmerge_states: o must be \[n, num_heads, head_dim\]"):
+        cj.pmerge_states(o[0], lse[0], "x")
 
 
 def test_benchmarks_over_devices_are_rehearsed_on_cpus():
@@ -979,6 +1072,24 @@ def test_calls_with_the_same_buffers_prepare_nothing_again(launched, rng, monkey
     assert len(launched) == 4
 
 
+def test_buffers_of_one_device_are_remembered_whatever_others_bring(launched, rng, monkeypatch):
+    callbacks = []
+    init = _xla._Callback.__init__
+    monkeypatch.setattr(
+        _xla._Callback, "__init__", lambda self, *args: callbacks.append(self) or init(self, *args)
+    )
+    rows = in_jax(random_rows(rng, (4, 8, 16), "float16"))
+    jax.block_until_ready(cj.append(made(CASE, rng)[2], rows, rows, made(CASE, rng)[3]))
+    (callback,) = callbacks
+    callback._recorded.clear()
+    count = len(callback._specs)
+    for device in (0, *[1] * 2 * _xla._MAX_REMEMBERED):
+        buffers = _xla._NOWHERE + 128 * rng.integers(1 << 24, size=count)
+        callback._record(device, tuple(buffers.tolist()))
+    assert len(callback._recorded[0]) == 1
+    assert len(callback._recorded[1]) == _xla._MAX_REMEMBERED
+
+
 def test_a_call_launches_the_same_kernels_whatever_its_buffers_are(launched, rng, monkeypatch):
     callbacks = []
     init = _xla._Callback.__init__
@@ -1008,11 +1119,14 @@ def test_a_call_launches_the_same_kernels_whatever_its_buffers_are(launched, rng
         plan = cj.plan(args[0], *args[-2:], **options)
         for each in (None, plan):
             jax.block_until_ready(function(*args, plan=each, **options))
-    cj.append(there[0], new, new, there[1])
-    cj.gather(*there)
-    cj.mla_append(latent[0], q_nope[:, 0], q_pe[:, 0], latent[1])
-    cj.merge_states(q[None], jnp.zeros((1, 3, 8)))
-    cj.packbits(q > 0)
+    others = (
+        cj.append(there[0], new, new, there[1]),
+        cj.gather(*there),
+        cj.mla_append(latent[0], q_nope[:, 0], q_pe[:, 0], latent[1]),
+        cj.merge_states(q[None], jnp.zeros((1, 3, 8))),
+        cj.packbits(q > 0),
+    )
+    jax.block_until_ready(others)  # else they would launch below
     for callback in callbacks:
         found = set()
         count = len(callback._specs) + 1  # scratch is the last

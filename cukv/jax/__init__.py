@@ -19,10 +19,12 @@ JAX's own JaxRuntimeError, which ends with cukv's message.
   all layers. Calls that take one must follow each other on a device, and do: leave
   ``xla_gpu_command_buffer_scheduling_mode`` as it is, not ``CONCURRENT``.
 - **Devices.** Heads shard as they are, and so do keys: states over disjoint keys merge by their
-  base-2 lse (``pmerge_states``). Shard by ``shard_map``: of calls that are
-  only jitted over sharded arrays XLA gathers the arrays.
-- **Inference.** ``jax.grad`` and ``jax.vmap`` through a function raise and name it. Requests are
-  the batch axis.
+  base-2 lse (``pmerge_states``). Shard by ``shard_map``: of calls that are only jitted over sharded
+  arrays XLA gathers the arrays. On a CPU, devices may wait for one in vain, and XLA then ends the
+  process: for one whose call has raised, whose message is logged, and where more than 32 calls of a
+  jitted function are under way.
+- **Inference.** ``jax.grad`` and ``jax.vmap`` through a function raise and name it, but for
+  ``pmerge_states``, which is XLA's own. Requests are the batch axis.
 
 Examples
 --------

@@ -15,7 +15,7 @@ from cukv._arrays import BFLOAT16, FP8
 from cukv.cascade import CascadeLevels
 from cukv.jax._arguments import Array, present, require, require_static, split_scales
 from cukv.jax._nouns import noun
-from cukv.jax._xla import Memory, call, plan_key
+from cukv.jax._xla import Memory, call, plan_key, vary_as
 from cukv.mla import MLAPagedCache
 from cukv.page_table import PageTable
 from cukv.paged import PagedKVCache
@@ -118,7 +118,7 @@ def plan(
     arrays = present(qo_indptr=qo_indptr, custom_mask=custom_mask)
     args = q, keys, where, arrays
     op, key, size = plan_key(make, *args)
-    lists = jnp.zeros(0, np.uint8)
+    (lists,) = vary_as(jax.tree.leaves(args), [jnp.zeros(0, np.uint8)])
     if size:
         lists = call(
             "plan",

@@ -126,7 +126,7 @@ def gather(
     k, v = call("gather", copy, shapes, cache, table, traced)
     num_pages = jnp.diff(table.indptr)
     lens = jnp.where(num_pages > 0, (num_pages - 1) * table.page_size + table.last_page_len, 0)
-    indptr = jnp.concatenate([jnp.zeros_like(lens[:1]), jnp.cumsum(lens)]).astype(np.int32)
+    indptr = jnp.pad(jnp.cumsum(lens), (1, 0)).astype(np.int32)
     return noun(RaggedTensor, k, indptr), noun(RaggedTensor, v, indptr)
 
 

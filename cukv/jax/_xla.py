@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ import numpy as np
 from cupy_backends.cuda.api.runtime import getDevice
 from jax.experimental.buffer_callback import buffer_callback
 
+from cukv._kernels import log
 from cukv._plan import Plan, placement
 from cukv._recording import recording
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from cukv._arrays import Array
     from cukv._recording import Work
 
-_MAX_REMEMBERED = 64  # sets of addresses of one call; XLA keeps 16 captures of it
+_MAX_REMEMBERED = 64  # sets of addresses of one call on a device; XLA keeps 16 captures of it
 _ALIGNMENT = 256  # bytes, as XLA's own allocations on a GPU have
 _HOST = -1  # device of NumPy arrays
 _DEVICE_TYPES = {1: False, 2: True}  # DLPack's: whether arrays are on a GPU
@@ -232,7 +234,8 @@ class _Callback:
         self._num_operands, self._aliases = len(leaves), aliases
         self._work = work
         self._specs = [Spec.of(x) for x in (*leaves, *outputs)]
-        self._recorded: dict[tuple[int, tuple[int, ...]], list[Work]] = {}
+        # By device, each of which a thread of its own may call for, and by addresses.
+        self._recorded: dict[int, dict[tuple[int, ...], list[Work]]] = defaultdict(dict)
         self.scratch_bytes = 0
         self.launches = False  # shapes decide whether a call does anything
         self._tickets: dict[int, tuple[int, int]] = {}  # of each device: address and bytes
@@ -243,7 +246,7 @@ class _Callback:
         if device == _HOST:
             self._on_host(pointers)
             return
-        recorded = self._recorded.get((device, pointers))
+        recorded = self._recorded[device].get(pointers)
         if recorded is None:
             recorded = self._record(device, pointers)
         if getDevice() == device:
@@ -269,7 +272,13 @@ class _Callback:
         arrays = [spec.on_host(p) for spec, p in zip(self._specs, pointers, strict=False)]
         for operand in arrays[: self._num_operands]:
             operand.flags.writeable = False
-        self._do(Memory(), arrays)
+        try:
+            self._do(Memory(), arrays)
+        except Exception as error:
+            # Where other devices wait for this one, JAX never comes to raise it.
+            if jax.local_device_count("cpu") > 1:
+                log.error("on one of JAX's devices: %s", error)
+            raise
 
     def _record(self, device: int, pointers: tuple[int, ...]) -> list[Work]:
         """Note what is to be launched for these buffers."""
@@ -278,9 +287,10 @@ class _Callback:
         tickets = _Arena(*self._tickets.get(device, (0, 0)), device)
         with cp.cuda.Device(device), recording() as recorded:
             self._on_device(arrays, scratch, tickets, device)
-        if len(self._recorded) >= _MAX_REMEMBERED:
-            self._recorded.clear()
-        self._recorded[device, pointers] = recorded
+        remembered = self._recorded[device]
+        if len(remembered) >= _MAX_REMEMBERED:
+            remembered.clear()
+        remembered[pointers] = recorded
         return recorded
 
     def _on_device(
@@ -349,11 +359,7 @@ def call(
     # call, and where the result is needed besides, both are done: a barrier has it see one call.
     if not aliases:
         found = jax.lax.optimization_barrier(found)
-    # Inside shard_map a result differs among the devices that an argument differs among.
-    varies = frozenset().union(*(_varying_axes(leaf) for leaf in leaves))
-    if varies:
-        found = [_vary(x, tuple(varies)) for x in found]
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(structure, vary_as(leaves, found))
 
 
 def plan_key(make: Callable[..., Plan], *args: Any) -> tuple[str, tuple[tuple[str, Any], ...], int]:
@@ -398,8 +404,11 @@ def _varying_axes(x: Any) -> frozenset[str]:
     return getattr(kind, "vma", frozenset())
 
 
-def _vary(x: Any, axes: tuple[str, ...]) -> Any:
-    """Mark a value as differing among the devices along axes of the mesh."""
+def vary_as(args: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+    """Mark results as differing among the devices of shard_map that an argument differs among."""
+    axes = tuple(frozenset().union(*(_varying_axes(x) for x in args)))
+    if not axes:
+        return results
     if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, axes, to="varying")
-    return jax.lax.pvary(x, axes)
+        return [jax.lax.pcast(x, axes, to="varying") for x in results]
+    return [jax.lax.pvary(x, axes) for x in results]

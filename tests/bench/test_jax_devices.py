@@ -84,8 +84,8 @@ def uniform(sharding: Any, seed: int, scale: float, *shape: int) -> Any:
     return jax.jit(make, out_shardings=sharding)()
 
 
-def pages_in_order(num_pages: int, parts: int) -> np.ndarray[Any, Any]:
-    """Give the ids of a request's pages, ``[parts, pages of each]``: shuffled within each part."""
+def page_ids(num_pages: int, parts: int) -> np.ndarray[Any, Any]:
+    """Give the ids of pages, ``[parts, pages of each]``: those of each part, shuffled."""
     rng = np.random.default_rng(0)
     return np.stack([rng.permutation(num_pages // parts) for _ in range(parts)]).astype(np.int32)
 
@@ -105,10 +105,10 @@ def loop(shape: Shape, over: str | None = None) -> Callable[..., Any]:
         before = 0 * q[0]
         for rows in q:
             # A layer waits for the one before; its NaNs, were there any, would stay.
-            if over is None:
-                before = cj.decode(rows + 0 * before, cache, of_all, plan=plan)
-            else:
-                o, lse = cj.decode(rows + 0 * before, cache, of_all, plan=plan, return_lse=True)
+            rows = rows + 0 * before
+            before = cj.decode(rows, cache, of_all, plan=plan, return_lse=over is not None)
+            if over is not None:
+                o, lse = before
                 before, _ = cj.pmerge_states(o, lse, over)
             outputs.append(before)
         return jax.numpy.stack(outputs)
@@ -170,8 +170,7 @@ def on_all(mesh: Any, specs: tuple[Any, ...], out: Any, layers: Any, args: tuple
     """Decode on all devices, each with its part."""
     import jax
 
-    # The states of all devices are merged on all: what comes out is no different on any.
-    sharded = jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    sharded = jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=out)
     return Run(jax.jit(sharded).lower(*args).compile(), args)
 
 
@@ -249,7 +248,7 @@ def test_keys_over_devices(benchmark, mesh, shape):
     num_pages = -(-shape.kv_len // whole) * n
     shape = Shape(1, num_pages * shape.page_size, num_qo_heads=shape.num_qo_heads,
                   num_kv_heads=shape.num_kv_heads)  # fmt: skip
-    ids = pages_in_order(num_pages, n)
+    ids = page_ids(num_pages, n)
 
     specs = P(), P("x"), P("x"), P("x"), P("x")
     replicated, by_pages = (jax.sharding.NamedSharding(mesh, spec) for spec in (P(), P("x")))
@@ -277,7 +276,7 @@ def test_heads_over_devices(benchmark, mesh, shape):
     P = jax.sharding.PartitionSpec
     each = -(-shape.kv_len // shape.page_size)
     last = (shape.kv_len - 1) % shape.page_size + 1
-    ids = pages_in_order(shape.batch_size * each, 1)
+    ids = page_ids(shape.batch_size * each, 1)
     specs = P(None, None, "x"), P(None, None, None, "x"), P(), P(), P()
     of_q, of_cache, replicated = (jax.sharding.NamedSharding(mesh, spec) for spec in specs[:3])
     table = offsets(shape.batch_size, ids), ids.reshape(-1)
