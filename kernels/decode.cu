@@ -146,13 +146,14 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
 
     // 1 the CTA's part, and its first keys and queries on their way; keys into the L2 even before
     //   earlier launches have ended. The launch that leaves states for this one begins when all
-    //   before it have ended: it is waited for where its states are needed.
+    //   before it have ended, so that all else is there: it is waited for where its states are
+    //   needed.
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
-    if constexpr (ALIGNED) {
-        prefetch_first_keys<Ring>(p, part, kv_head);
-    }
     if (!p.levels.given()) {
+        if constexpr (ALIGNED) {
+            prefetch_first_keys<Ring>(p, part, kv_head);
+        }
         griddepcontrol_wait();
     }
     Item item = load_item(p.work.first_items + part);
