@@ -60,20 +60,27 @@ struct DecodeCta {
         int32_t last;  // whether this CTA has the last ticket
     };
 
-    // Stores four results of a row, and with the first its lse; before, adds what the launch before
-    // has left of the row.
+    // Stores four results of a row, and with the first its lse, of sums that get_state() gives, and
+    // of what the launch before has left of the row, which is on its way meanwhile.
+    template <typename GetState>
     static __device__ __forceinline__ void finish(
         const DecodeParams& p,
-        State<1, 4> state,
         const Item& item,
         int kv_head,
         int row,
-        int feat) {
+        int feat,
+        GetState get_state) {
         const PackedRow at(p.group, item, kv_head, row);
+        State<1, 4> state;
         if (p.levels.given()) {
-            p.levels.add_to(
-                state, at, item.is_left ? 0 : 1, p.work.num_kv_heads * p.group.divisor,
-                p.head_dim_vo, feat);
+            LeftStates left = p.levels.left_of(
+                at, item.is_left ? 0 : 1, p.work.num_kv_heads * p.group.divisor, p.head_dim_vo,
+                feat);
+            left.load();
+            state = get_state();
+            left.add_to(state);
+        } else {
+            state = get_state();
         }
         const RowResult<DecodeParams> result(p, at, state.m, state.d);
         result.store(state.o[0], feat);
@@ -104,7 +111,9 @@ struct DecodeCta {
         }
         if (item.first_slot < 0) {
             each_vector(p, item, [&](int row, int feat) {
-                finish(p, smem.states.merge(row, feat, first_warp), item, kv_head, row, feat);
+                finish(p, item, kv_head, row, feat, [&] {
+                    return smem.states.merge(row, feat, first_warp);
+                });
             });
         } else if (item.num_rows > 0) {
             const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
@@ -118,7 +127,7 @@ struct DecodeCta {
             if (slots.takes_last_ticket(smem.last)) {
                 slots.template each_vector<THREADS>(
                     p.head_dim_vo, [&](const State<1, 4>& state, int row, int feat) {
-                        finish(p, state, item, kv_head, row, feat);
+                        finish(p, item, kv_head, row, feat, [&] { return state; });
                     });
             }
         }

@@ -9,6 +9,61 @@
 
 namespace cukv {
 
+// What was left of a leaf's row, on its way: four sums of each of a few states at a time.
+struct LeftStates {
+    static constexpr int IN_FLIGHT = 8;
+
+    const float* lse;
+    const float* o;
+    int64_t state_rows;  // from a state to the next
+    int32_t head_dim;
+    int32_t num_states;  // that are not loaded yet
+    float m[IN_FLIGHT];
+    float4 x[IN_FLIGHT];
+
+    // Sums do not wait for what says whether there are any: one look-up less.
+    __device__ __forceinline__ void load() {
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            m[i] = NO_KEY;
+            x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (i < num_states) {
+                m[i] = __ldcg(lse);
+                x[i] = __ldcg(reinterpret_cast<const float4*>(o));
+                lse += state_rows;
+                o += state_rows * head_dim;
+            }
+        }
+        num_states -= IN_FLIGHT;
+    }
+
+    __device__ __forceinline__ void add_loaded(State<1, 4>& state) const {
+        float largest = state.m;
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            largest = fmaxf(largest, m[i]);
+        }
+        state.raise(largest);
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; ++i) {
+            const bool live = m[i] > NO_KEY;  // or else nobody has written sums
+            const float sums[1][4] = {
+                {live ? x[i].x : 0.0f, live ? x[i].y : 0.0f, live ? x[i].z : 0.0f,
+                 live ? x[i].w : 0.0f}};
+            state.add(m[i], 1.0f, sums);
+        }
+    }
+
+    // Adds what load() has started to load, and the states behind them.
+    __device__ __forceinline__ void add_to(State<1, 4>& state) {
+        add_loaded(state);
+        while (num_states > 0) {
+            load();
+            add_loaded(state);
+        }
+    }
+};
+
 struct Levels {
     const int32_t* q_rows;  // [levels, num_rows] row of q that each row is; null: itself
     const int32_t* o_rows;  // the same of o and lse, negative: of none; null: itself
@@ -30,42 +85,12 @@ struct Levels {
     // Whether this launch merges the states that the one before it leaves.
     __device__ __forceinline__ bool given() const { return o != nullptr; }
 
-    // Adds to four sums of a leaf's row what was left of it: its states from `first` on.
-    __device__ __forceinline__ void add_to(
-        State<1, 4>& state,
-        const PackedRow& at,
-        int32_t first,
-        int num_qo_heads,
-        int head_dim,
-        int feat) const {
-        constexpr int IN_FLIGHT = 8;
-        for (int32_t base = first; base < num_states; base += IN_FLIGHT) {
-            const auto row = [&](int i) {
-                const int32_t idx = min(base + i, num_states - 1);
-                return (idx * num_rows + at.q_row) * num_qo_heads + at.qo_head;
-            };
-            float m[IN_FLIGHT], largest = state.m;
-            float4 x[IN_FLIGHT];
-#pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
-                const float found = __ldcg(lse + row(i));
-                m[i] = base + i < num_states ? found : NO_KEY;
-                largest = fmaxf(largest, m[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
-                x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (m[i] > NO_KEY) {
-                    x[i] = __ldcg(reinterpret_cast<const float4*>(o + row(i) * head_dim + feat));
-                }
-            }
-            state.raise(largest);
-#pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
-                const float sums[1][4] = {{x[i].x, x[i].y, x[i].z, x[i].w}};
-                state.add(m[i], 1.0f, sums);
-            }
-        }
+    // Where four sums of a leaf's row lie, of its states from `first` on.
+    __device__ __forceinline__ LeftStates
+    left_of(const PackedRow& at, int32_t first, int num_qo_heads, int head_dim, int feat) const {
+        const int64_t state_rows = num_rows * num_qo_heads;
+        const int64_t row = first * state_rows + at.q_row * num_qo_heads + at.qo_head;
+        return {lse + row, o + row * head_dim + feat, state_rows, head_dim, num_states - first};
     }
 };
 
