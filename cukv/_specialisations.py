@@ -44,6 +44,7 @@ class DecodeTile(NamedTuple):
     rows: int  # packed query rows
     warps: int
     aligned: bool  # keys and values are moved 16 bytes at a time
+    brief: bool = False  # for many short items: four CTAs on an SM, which begin and end in turn
 
     @property
     def kernel(self) -> str:
@@ -83,11 +84,15 @@ class DecodeTile(NamedTuple):
     @property
     def stages(self) -> int:
         """Buffers of a warp. 64 KB on their way per CTA of 4 warps keep the memory busy."""
+        if self.brief:
+            return 1
         return 4 if self.head_dim == 64 and self.rows > 16 else 2
 
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that registers and shared memory must leave room for."""
+        if self.brief:
+            return 4
         return 2 if self.warps == 4 and self.rows <= 16 and self.head_dim <= 128 else 1
 
     @property
@@ -485,6 +490,8 @@ def decode_tiles() -> tuple[DecodeTile, ...]:
             warps = (8, 4) if max(dims) <= 128 and n <= 16 else (4,)
             tiles += [DecodeTile(dtype, *dims, n, w, True) for w in warps]
         tiles.append(DecodeTile(dtype, *dims, 16, 4, False))
+        if dtype not in FP8 and max(dims) <= 128:  # fp8 does not fit into 128 registers
+            tiles.append(DecodeTile(dtype, *dims, 8, 4, True, brief=True))
     return tuple(tiles)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cukv._kernels import arch_of, num_sms, smem_limits
 from cukv._specialisations import (
+    DecodeTile,
     PrefillTile,
     Sm90Tile,
     decode_tiles,
@@ -16,9 +17,10 @@ from cukv._specialisations import (
 
 if TYPE_CHECKING:
     from cukv._pages import PagePair
-    from cukv._specialisations import DecodeTile, LatentTile, Tile
+    from cukv._specialisations import LatentTile, Tile
 
 _SHORT_TOKENS = 2048  # of a request
+_BRIEF_TOKENS = 1024  # of a cascade's leaf
 _LONG_BYTES = 6 << 20  # of keys and values, for an SM to read
 _MAX_HEADS_AT_ONCE = 8  # KV heads that prefill_sm90 works on
 _SYSTEM_SMEM = 1024  # bytes that each CTA takes of an SM's shared memory beside its own
@@ -109,6 +111,13 @@ def choose_level_tiles(
     packed = -(-num_rows * group_size // max(batch_size, 1))
     shared = _on_hopper(_of_rows(tiles, _ALL_ROWS[1]), pages, paged)
     leaves = _of_rows(few, packed if packed <= _SHORT_ROWS else group_size)
+    # While one of an SM's four CTAs ends an item and begins the next, the others keep the memory
+    # busy: 256 leaves of 128 tokens took an H200 39 us, and 44 with two CTAs of two buffers a warp.
+    many_brief = _tiles_per_sm(pages, batch_size) > 2 and num_tokens <= _BRIEF_TOKENS * batch_size
+    if many_brief and isinstance(leaves, DecodeTile):
+        brief = leaves._replace(warps=4, brief=True)
+        if brief in decode_tiles() and ctas_per_sm(brief, pages.first.device) == brief.ctas_per_sm:
+            leaves = brief
     return Served(shared, _SHORT_ROWS + 1, _ALL_ROWS[1]), Served(leaves, 0, _SHORT_ROWS)
 
 
@@ -132,6 +141,7 @@ def _fitting(
         and tile.head_dim_vo >= v.shape[3]
         and tile.aligned == aligned
         and tile.rows <= most_rows
+        and not (isinstance(tile, DecodeTile) and tile.brief)
     ]
     tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
     least = min(tile.smem_bytes for tile in tiles)
@@ -146,13 +156,17 @@ def _fitting(
     # which counts where there are many short ones (512 requests of 319 tokens on an H200: 158
     # us for 204), and keep the memory busier when every SM has much to read (64 of 8192 tokens:
     # 480 us for 490; 16 of 8192: the same; 16 of 1024: 21 for 18).
-    tiles_per_sm = batch_size * k.shape[2] / num_sms(device)
     token_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     bytes_per_sm = num_tokens * token_bytes / num_sms(device)
-    many_short = tiles_per_sm > 2 and num_tokens <= _SHORT_TOKENS * batch_size
+    many_short = _tiles_per_sm(pages, batch_size) > 2 and num_tokens <= _SHORT_TOKENS * batch_size
     if batch_invariant or many_short or bytes_per_sm >= _LONG_BYTES:
         tiles.reverse()
     return tiles
+
+
+def _tiles_per_sm(pages: PagePair, batch_size: int) -> float:
+    """Give the tiles of decode that an SM has, if each request is one for every KV head."""
+    return batch_size * int(pages.first.array.shape[2]) / num_sms(pages.first.device)
 
 
 def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:

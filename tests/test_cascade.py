@@ -927,6 +927,31 @@ def test_leaves_are_decoded_and_what_they_share_has_the_widest_tiles(
         _tiles.choose_level_tiles("op", cache._pages, True, **sizes, paged=paged)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dtype", "smem_kb", "brief"),
+    [
+        (300, 8, "bfloat16", 228, True),
+        (1024, 8, "float16", 228, True),
+        (1025, 8, "bfloat16", 228, False),  # long ones
+        (300, 4, "bfloat16", 228, False),  # no more tiles than an SM works on anyway
+        (300, 8, "bfloat16", 164, False),  # an SM has no room for four CTAs
+        (300, 8, "float8_e4m3fn", 228, False),
+    ],
+)
+def test_many_short_leaves_have_a_tile_of_their_own(
+    tokens, heads, dtype, smem_kb, brief, monkeypatch
+):
+    monkeypatch.setattr(_tiles, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(_tiles, "num_sms", lambda device: 132)
+    monkeypatch.setattr(_tiles, "smem_limits", lambda device: ((smem_kb - 1) << 10, smem_kb << 10))
+    cache = PagedKVCache(fake_cupy((9, 2, 16, heads, 128), dtype))
+    sizes = (64, 4, 64, 64 * tokens, True)  # rows, heads of a group, leaves, tokens; in pages
+    _, leaves = _tiles.choose_level_tiles("op", cache._pages, True, *sizes)
+    assert (leaves.tile.brief, leaves.tile.rows) == (brief, 8)
+    grid = _tiles.choose_grid(leaves.tile, heads, 0)
+    assert (grid.num_ctas == 4 * 132 // heads * heads) == brief
+
+
 @pytest.mark.gpu
 def test_attend_on_the_gpu_checks_its_arguments():
     levels = two().to_device()
@@ -1117,6 +1142,18 @@ def test_many_rows_of_a_long_prefix_attend_as_defined(rng):
     Tree(rng, levels, dim=128).check()
     levels = chain(rng, 2, page_size=16, prefix_pages=12, batch=9, qo_lens=(40, 1, 70))
     Tree(rng, levels, dim=128).check(causal=True)
+
+
+# More tiles than an SM works on at a time, on any GPU: several items of a CTA, with and without a
+# call's options.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("order", [False, True])
+def test_many_short_leaves_attend_as_defined(dim, order, rng):
+    tree = Tree(rng, chain(rng, 2, page_size=16, prefix_pages=4, batch=300, order=order), dim=dim)
+    tree.check()
+    sinks = cp.asarray(rng.standard_normal(4).astype(np.float32))
+    tree.check(sinks=sinks, logits_soft_cap=5.0, window_left=20)
 
 
 @pytest.mark.gpu
