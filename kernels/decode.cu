@@ -39,6 +39,9 @@ struct DecodeCta {
     // There are registers for the queries of this item, and for those of the next on their way.
     static constexpr bool Q_STAYS = ROWS <= 16 && HEAD_DIM_QK <= 128, Q_AHEAD = HEAD_DIM_QK <= 128;
 
+    // A tile of one buffer is for leaves, whose launch has nothing to wait for before it begins.
+    static constexpr bool LOOKS_EARLY = ALIGNED && STAGES > 1;
+
     static_assert((WARPS & (WARPS - 1)) == 0, "steps are dealt round robin");
 
     using Ring = KvRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, STAGES, WARPS>;
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     if (!p.levels.given()) {
-        if constexpr (ALIGNED) {
+        if constexpr (Cta::LOOKS_EARLY) {
             prefetch_first_keys<Ring>(p, part, kv_head);
         }
         griddepcontrol_wait();

@@ -171,12 +171,30 @@ __device__ __forceinline__ void prefetch_row(const char* row, int num_bytes) {
     }
 }
 
+// The same for a run of tokens, all heads of each, from the `token`-th of an item on: of at most
+// `num_tokens`, and of one page, whose bytes are those of the cache whatever the item says. Both
+// caches' tokens are runs.
+template <typename Params>
+__device__ __forceinline__ void prefetch_run(
+    const Params& p, const Item& item, int64_t token, int num_tokens) {
+    Slot slot;
+    if (find_early(p.table, item, token, slot) && p.k_cache.has(slot.page) &&
+        p.v_cache.has(slot.page)) {
+        const int64_t on_page = min(item.end_token - token, p.table.page_size - slot.entry);
+        const int64_t num = min(int64_t{num_tokens}, on_page);
+        cp_async_bulk_prefetch_l2(p.k_cache.row(slot, 0), num * p.k_cache.token_stride);
+        cp_async_bulk_prefetch_l2(p.v_cache.row(slot, 0), num * p.v_cache.token_stride);
+    }
+}
+
 // Starts bringing what a part begins with into the L2, while the launch waits for others: keys
-// and values of as many tokens as all rings hold. A thread looks up a token, for both, and nothing
-// waits for the rows. Params: table, work, k_cache, v_cache, head_dim, head_dim_vo.
+// and values of as many tokens as all rings hold. Nothing waits for them. Where tokens are runs, a
+// thread asks for one of RUN tokens, and CTAs of all heads, which walk side by side, take them in
+// turn; or else a thread looks up a token, for both, and asks line by line. Params: table, work,
+// k_cache, v_cache, head_dim, head_dim_vo.
 template <typename Ring, typename Params>
 __device__ __forceinline__ void prefetch_first_keys(const Params& p, int part, int kv_head) {
-    constexpr int TOKENS = Ring::WARPS * Ring::STAGES * Ring::TOKENS;
+    constexpr int TOKENS = Ring::WARPS * Ring::STAGES * Ring::TOKENS, RUN = 16;
     constexpr int THREADS = Ring::WARPS * WARP_SIZE, BYTES = sizeof(typename Ring::KV);
     if (!LAUNCHED_EARLY || p.work.mask.given()) {  // a mask's tokens are not positions
         return;
@@ -185,6 +203,15 @@ __device__ __forceinline__ void prefetch_first_keys(const Params& p, int part, i
         prefetch_l2((threadIdx.x == 0 ? p.work.part_begin : p.work.part_end) + part);
     }
     const Item item = load_item_past_l1(p.work.first_items + part);
+    const int num_heads = p.work.num_kv_heads;
+    if (p.table.page_size % RUN == 0 && p.k_cache.has_runs(num_heads, p.head_dim * BYTES) &&
+        p.v_cache.has_runs(num_heads, p.head_dim_vo * BYTES)) {
+        const int token = (kv_head + num_heads * threadIdx.x) * RUN;
+        if (token < TOKENS) {
+            prefetch_run(p, item, int64_t{item.first_token} + token, RUN);
+        }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < TOKENS; i += THREADS) {
         const int token = i + threadIdx.x;

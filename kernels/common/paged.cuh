@@ -32,6 +32,11 @@ struct Pages {
         return base + slot.page * page_stride + slot.entry * token_stride + head * head_stride;
     }
 
+    // Whether tokens of a page, all heads of row_bytes each, are one run of bytes.
+    __device__ __forceinline__ bool has_runs(int num_heads, int row_bytes) const {
+        return head_stride == row_bytes && token_stride == int64_t{num_heads} * row_bytes;
+    }
+
     // Bytes from base to a slot's first element; NO_SLOT where there is no such place.
     __device__ __forceinline__ int64_t offset(const Slot& slot) const {
         return has(slot.page) ? slot.page * page_stride + slot.entry * token_stride : NO_SLOT;

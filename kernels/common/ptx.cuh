@@ -125,6 +125,13 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+// The same for a run of bytes, which like its address are a multiple of 16.
+__device__ __forceinline__ void cp_async_bulk_prefetch_l2(const void* from, uint32_t num_bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes));
+#endif
+}
+
 // How the L2 should treat lines: first to be evicted, or as any other.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
     uint64_t policy;
