@@ -9,14 +9,15 @@ from cukv._arrays import FLOAT32, Array
 from cukv._attention import output_dtype
 from cukv._index import pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
-from cukv._launches import pack_query_rows
+from cukv._launches import are_aligned, pack_query_rows
 from cukv._plan import LONGEST_WINDOW
 from cukv._specialisations import KINDS
 from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
 
 if TYPE_CHECKING:
+    from cukv._attention import PagedCall
     from cukv._pages import PagePair
-    from cukv._specialisations import Tile
+    from cukv._specialisations import DecodeTile, Tile
     from cukv._tiles import Grid
 
 _PER_CALL = (
@@ -76,6 +77,27 @@ def bind(
             out_shape, _contiguous(out_shape, out_dtype) if out is None else out.strides, out_dtype
         ),
         group_size,
+    )
+
+
+def is_plain(
+    tile: DecodeTile,
+    pages: PagePair,
+    call: PagedCall,
+    options: dict[str, Any],
+    sinks: Array | None,
+    out: Array | None,
+) -> bool:
+    """Tell whether a call is one that ``decode`` calls PLAIN."""
+    rows = (call.q,) if out is None else (call.q, out)  # a new one is contiguous, and alike
+    return (
+        sinks is None
+        and call.custom_mask is None
+        and not options["logits_soft_cap"]
+        and not options["causal"]
+        and options["window_left"] < 0
+        and tile[1:3] == tuple(part.array.shape[3] for part in pages)
+        and all(x.dtype == tile.dtype and are_aligned(x, _VECTOR_BYTES) for x in rows)
     )
 
 

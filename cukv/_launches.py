@@ -100,11 +100,18 @@ def pack_query_rows(
     """Pack an array [rows, heads, ...]; one that is not there yet will be contiguous."""
     if array is None:
         feats = shape[2] if len(shape) > 2 else 1
-        pointer, row, head = 0, shape[1] * feats * dtype.itemsize, feats * dtype.itemsize
+        row, head = shape[1] * feats * dtype.itemsize, feats * dtype.itemsize
+        aligned = (row | head) % vector_bytes == 0
     else:
-        pointer, (row, head), dtype = array.data.ptr, array.strides[:2], array.dtype
-    aligned = (pointer | row | head) % vector_bytes == 0
+        (row, head), dtype = array.strides[:2], array.dtype
+        aligned = are_aligned(array, vector_bytes)
     return _pack_query_rows(row, head, KINDS[dtype], aligned)
+
+
+def are_aligned(rows: Array, vector_bytes: int) -> bool:
+    """Tell whether every head of an array ``[rows, heads, ...]`` begins at such a multiple."""
+    row, head = rows.strides[:2]
+    return bool((rows.data.ptr | row | head) % vector_bytes == 0)
 
 
 def remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], value: Any) -> None:

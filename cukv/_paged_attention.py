@@ -23,7 +23,7 @@ from cukv._attention import (
     output_dtype,
     require_plan,
 )
-from cukv._attention_launch import bind
+from cukv._attention_launch import bind, is_plain
 from cukv._check import match_aligned, match_rows
 from cukv._index import UNIT_SCALE, host_scale, pack_scales
 from cukv._launches import (
@@ -37,7 +37,7 @@ from cukv._launches import (
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
-from cukv._specialisations import Sm90Tile, sm90_tiles
+from cukv._specialisations import DecodeTile, Sm90Tile, decode_tiles, sm90_tiles
 from cukv._tensor_maps import KvMaps, are_paged, kv_maps
 from cukv._tiles import Grid, Served, choose_grid, choose_level_tiles, choose_tiles, portable_tile
 from cukv.masks import PackedMask
@@ -354,14 +354,14 @@ class PagedAttention:
             tiles = self._tiles_of_plan(op, plan.work, table.device)
         bound = []
         for i, (tile, grid) in enumerate(tiles):
-            capped = bool(launches.options["logits_soft_cap"])
-            tile, grid = self._suited(tile, grid, capped, custom_mask is not None)
-            name = (tile.kernel, tile, grid, levels is not None and i == 0)
+            shared = levels is not None and i == 0  # what a cascade's leaves share
+            tile, grid = self._suited(tile, grid, call, launches.options, sinks, out, shared)
+            name = (tile.kernel, tile, grid, shared)
             if name not in launches.of_tiles:
                 maps = self._kv_maps(tile) if isinstance(tile, Sm90Tile) else None
                 mine = (self._pages, maps, launches.options)
                 theirs = (sinks, out, lse)
-                if levels is not None and i == 0:
+                if levels is not None and shared:
                     theirs = (None, levels.o, levels.lse)
                 launches.of_tiles[name] = bind(tile, grid, *mine, q, *theirs)
             bound.append(launches.of_tiles[name])
@@ -373,11 +373,28 @@ class PagedAttention:
             self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
         return self._maps
 
-    def _suited(self, tile: Tile, grid: Grid, capped: bool, masked: bool) -> tuple[Tile, Grid]:
-        """Give the tile that works off a list in a call: the portable one where Hopper's cannot."""
+    def _suited(
+        self,
+        tile: Tile,
+        grid: Grid,
+        call: PagedCall,
+        options: dict[str, Any],
+        sinks: Any,
+        out: Any,
+        shared: bool,
+    ) -> tuple[Tile, Grid]:
+        """Give the tile that works off a list in a call.
+
+        Of decode's a plain one where it can, for Hopper's the portable one where it cannot.
+        """
+        if isinstance(tile, DecodeTile):
+            plain = not shared and is_plain(tile, self._pages, call, options, sinks, out)
+            suited = tile._replace(plain=plain)
+            return suited if suited in decode_tiles() else tile, grid
         if not isinstance(tile, Sm90Tile):
             return tile, grid
-        tile = tile._replace(capped=capped, masked=masked)
+        capped = bool(options["logits_soft_cap"])
+        tile = tile._replace(capped=capped, masked=call.custom_mask is not None)
         if tile.paged == self._paged and tile in sm90_tiles():
             return tile, grid
         heads = int(self._pages.first.array.shape[2])

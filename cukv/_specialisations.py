@@ -45,6 +45,7 @@ class DecodeTile(NamedTuple):
     warps: int
     aligned: bool  # keys and values are moved 16 bytes at a time
     brief: bool = False  # for many short items: four CTAs on an SM, which begin and end in turn
+    plain: bool = False  # for calls that have no options: PLAIN in kernels/decode.cu
 
     @property
     def kernel(self) -> str:
@@ -118,6 +119,7 @@ class DecodeTile(NamedTuple):
             "STAGES": self.stages,
             "MIN_CTAS": self.ctas_per_sm,
             "ALIGNED": str(self.aligned).lower(),
+            "PLAIN": str(self.plain).lower(),
         }
 
 
@@ -490,9 +492,12 @@ def decode_tiles() -> tuple[DecodeTile, ...]:
             warps = (8, 4) if max(dims) <= 128 and n <= 16 else (4,)
             tiles += [DecodeTile(dtype, *dims, n, w, True) for w in warps]
         tiles.append(DecodeTile(dtype, *dims, 16, 4, False))
-        if dtype not in FP8 and max(dims) <= 128:  # fp8 does not fit into 128 registers
-            tiles.append(DecodeTile(dtype, *dims, 8, 4, True, brief=True))
-    return tuple(tiles)
+    # What is small enough to be held up by anything but the memory: no fp8, which does not fit into
+    # 128 registers.
+    small = [t for t in tiles if t.rows == 8 and t.dtype not in FP8]
+    small += [t._replace(brief=True) for t in small if t.warps == 4]
+    plain = [t._replace(plain=True) for t in small]
+    return (*tiles, *(t for t in small if t.brief), *plain)
 
 
 # Dtypes of ckv and kpe that attention takes; kpe may stay in 16 bits, where it says more.

@@ -141,7 +141,7 @@ def _fitting(
         and tile.head_dim_vo >= v.shape[3]
         and tile.aligned == aligned
         and tile.rows <= most_rows
-        and not (isinstance(tile, DecodeTile) and tile.brief)
+        and not (isinstance(tile, DecodeTile) and (tile.brief or tile.plain))
     ]
     tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
     least = min(tile.smem_bytes for tile in tiles)

@@ -7,7 +7,7 @@ from cases import fake_cupy
 from fake_gpus import FakeGpus
 
 import cukv
-from cukv import _plan
+from cukv import _paged_attention, _plan
 from cukv._ragged_pages import ragged_pages
 
 BATCH, HEADS, KV_HEADS, NNZ, PAGE_SIZE = 4, 16, 2, 40, 16
@@ -94,6 +94,58 @@ def test_a_cascade_attends_to_every_level(window_left, table, gpu):
     launched = gpu.names()
     assert launched.count("plan") >= 1
     assert "decode" in launched
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Tiles of the launches of attention over pages, as they are made."""
+    tiles = []
+
+    def bind(tile, *args):
+        tiles.append(tile)
+        return lambda *values: None
+
+    monkeypatch.setattr(_paged_attention, "bind", bind)
+    return tiles
+
+
+OUT = (BATCH, HEADS, 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({}, True),
+        ({"k_scale": 2.0, "return_lse": True, "out": fake_cupy(OUT, "bfloat16")}, True),
+        ({"window_left": 5}, False),
+        ({"logits_soft_cap": 30.0}, False),
+        ({"sinks": fake_cupy(HEADS, "float32")}, False),
+        ({"out": fake_cupy(OUT, "float32")}, False),
+        ({"out": fake_cupy((*OUT[:2], 132), "bfloat16")[..., :128]}, False),  # rows not aligned
+    ],
+)
+def test_a_call_without_options_has_a_tile_without_their_code(options, plain, table, gpu, tiles):
+    pages().decode(queries(BATCH), table, **options)
+    assert [tile.plain for tile in tiles] == [plain]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float8_e4m3fn", 128), ("bfloat16", 96)])
+def test_caches_of_fp8_or_narrower_than_their_tile_keep_all_code(
+    dtype, head_dim, table, gpu, tiles
+):
+    pages(dtype, head_dim).decode(queries(BATCH, head_dim), table)
+    assert [tile.plain for tile in tiles] == [False]
+
+
+def test_leaves_have_a_tile_without_the_code_of_options(table, gpu, tiles):
+    shared = cukv.PageTable(
+        fake_cupy(2, "int32"), fake_cupy(12, "int32"), fake_cupy(1, "int32"), PAGE_SIZE
+    )
+    indptrs = fake_cupy(2, "int32"), fake_cupy(BATCH + 1, "int32")
+    cukv.CascadeLevels(indptrs, (shared, table)).attend(queries(BATCH), pages())
+    assert [(tile.kernel, getattr(tile, "plain", None)) for tile in tiles][1:] == [("decode", True)]
+    cukv.CascadeLevels(indptrs, (shared, table)).attend(queries(BATCH), pages(), window_left=3)
+    assert [tile.plain for tile in tiles[2:] if tile.kernel == "decode"] == [False]
 
 
 def test_work_lists_lie_in_the_memory_of_their_plan(table, gpu, monkeypatch):

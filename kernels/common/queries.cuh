@@ -15,6 +15,10 @@ constexpr float LOG2_E = 1.44269504f;
 // pair of dtypes would only take longer to compile.
 constexpr int KIND_HALF = 0, KIND_BFLOAT16 = 1, KIND_FLOAT = 2, KIND_E4M3 = 3, KIND_E5M2 = 4;
 
+// Of the operands of a cache.
+template <typename KV>
+constexpr int KIND_OF = is_same<Operand<KV>, half> ? KIND_HALF : KIND_BFLOAT16;
+
 // Where a row of a tile is in q, o and lse.
 struct PackedRow {
     int64_t q_row;
@@ -153,7 +157,6 @@ struct QueryLoader {
     }
 
     __device__ __forceinline__ void store(QueryTile<KV, HEAD_DIM, ROWS>& tile, int kind) const {
-        constexpr int KIND = is_same<Operand<KV>, half> ? KIND_HALF : KIND_BFLOAT16;
 #pragma unroll
         for (int i = 0; i < NUM; ++i) {
             if (row_of(i) >= ROWS) {  // of whole warps only
@@ -161,7 +164,7 @@ struct QueryLoader {
             }
             Vec<Operand<KV>, 8> y;
             y.raw = x[i].bits;
-            if (is_fp8<KV> || kind != KIND) {
+            if (is_fp8<KV> || kind != KIND_OF<KV>) {
                 float floats[8];
                 x[i].to_floats(floats, kind);
                 if constexpr (is_fp8<KV>) {
