@@ -70,7 +70,6 @@ struct Gate {
 template <typename Slots, int THREADS, typename Sync>
 struct LatentMerge {
     static constexpr int VECS = Slots::VECS, STRETCH_VECS = Slots::STRETCH_VECS;
-    static constexpr int STATES = MAX_LATENT_ITEMS / WARP_SIZE;  // of a row that a lane weighs
 
     struct Scratch {
         float sums[THREADS][8];
@@ -173,22 +172,22 @@ struct LatentMerge {
         uint4 (&x)[IN_FLIGHT][NUM], int32_t base, int32_t end, int32_t first, int32_t stride)
         const {
         const Slots slots{{p.work, item, block}};
-        float* of_first = slots.row(0, 0);
-        float* of_second = slots.row(1, 0);
-        const int32_t slot = p.work.num_kv_heads * Slots::FLOATS;
+        const int64_t slot = int64_t{p.work.num_kv_heads} * Slots::FLOATS;
 #pragma unroll
-        for (int k = 0; k < IN_FLIGHT; ++k) {
-            const int32_t item_idx = first + k * stride;
-            // The slots of all items but the first are neighbours.
-            float* from = item_idx == 0 ? of_first : of_second + int64_t{item_idx - 1} * slot;
+        for (int i = 0; i < NUM; ++i) {
+            const int32_t vec = base + i * THREADS, row = vec / VECS;
+            const int32_t num_items = vec < end ? item.num_items : 0;
+            // The slots of all items but the first are neighbours. Instructions that are read once
+            // are what a merge waits for: here they are few for each item.
+            const uint4* of_first = Slots::vecs(slots.row(0, row)) + vec % VECS;
+            const uint4* from = Slots::vecs(slots.row(1, row) + (first - 1) * slot) + vec % VECS;
 #pragma unroll
-            for (int i = 0; i < NUM; ++i) {
-                const int32_t vec = base + i * THREADS;
+            for (int k = 0; k < IN_FLIGHT; ++k) {
                 x[k][i] = uint4{};
-                if (vec < end && item_idx < item.num_items) {
-                    float* row = from + vec / VECS * HEAD_DIM_CKV;
-                    x[k][i] = __ldcg(Slots::vecs(row) + vec % VECS);
+                if (first + k * stride < num_items) {
+                    x[k][i] = __ldcg(k == 0 && first == 0 ? of_first : from);
                 }
+                from += stride * slot / 4;
             }
         }
     }
@@ -232,8 +231,17 @@ struct LatentMerge {
     }
 
     // Weights of all items for each stretch of [begin, end), in its units, and the lse of rows that
-    // begin there. A stretch belongs to `width` neighbouring lanes.
+    // begin there. A stretch belongs to `width` neighbouring lanes, which weigh STATES items each.
     __device__ __forceinline__ void weigh(int32_t begin, int32_t end) const {
+        if (item.num_items <= WARP_SIZE) {
+            weigh_items<1>(begin, end);
+        } else {
+            weigh_items<MAX_LATENT_ITEMS / WARP_SIZE>(begin, end);
+        }
+    }
+
+    template <int STATES>
+    __device__ __forceinline__ void weigh_items(int32_t begin, int32_t end) const {
         int width = 2;
         while (width < item.num_items && width < WARP_SIZE) {
             width *= 2;

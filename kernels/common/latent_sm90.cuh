@@ -104,6 +104,7 @@ struct LatentProducer {
 
     __device__ __forceinline__ void run(int block, int part) {
         const Item* from = p.work.first_items + part;
+        load_item(from);  // into the L1, beside the part's ends; registers are few
         int32_t item_idx = p.work.part_begin[part];
         const int32_t& end_item = p.work.part_end[part];  // looked up again: registers are few
         uint32_t q_parity = 1;
