@@ -104,9 +104,11 @@ struct LatentProducer {
 
     __device__ __forceinline__ void run(int block, int part) {
         const Item* from = p.work.first_items + part;
-        load_item(from);  // into the L1, beside the part's ends; registers are few
         int32_t item_idx = p.work.part_begin[part];
-        const int32_t& end_item = p.work.part_end[part];  // looked up again: registers are few
+        const int32_t end_item = p.work.part_end[part];
+        if (warp_idx == 0 && threadIdx.x % WARP_SIZE == 0) {
+            smem.items[0] = load_item(from);  // so that it is in the L1 when it is known to be one
+        }
         uint32_t q_parity = 1;
         while (item_idx < end_item) {
             const Item item = load_item(from);
