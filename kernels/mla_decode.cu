@@ -120,23 +120,30 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
     const int warp_idx = threadIdx.x / WARP_SIZE, lane_idx = threadIdx.x % WARP_SIZE;
 
-    // 1 the CTA's part, and its first keys on their way; into the L2 even before earlier launches
-    //   have ended
+    // 1 the CTA's part, and its first queries and keys on their way, of which keys come into the L2
+    //   even before earlier launches have ended
     const int block = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     // As many as are on their way at a time.
     prefetch_first_rows<CKV, KPE, (STAGES - 1) * TOKENS, Cta::THREADS>(p, part);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    const Item first = load_item(p.work.first_items + part);
+    Item first = load_item(p.work.first_items + part);
     const int32_t first_item = p.work.part_begin[part], end_item = p.work.part_end[part];
     if (first_item >= end_item) {
-        return;
+        // Not a return yet: the compiler would look up the item behind it.
+        first.num_rows = first.first_token = first.end_token = 0;
     }
     LatentLoader<Ring, ALIGNED> loader(p, smem.ring, smem.keys, first, first_item, end_item);
+    // Queries before keys: what is asked for behind copies comes behind them, which takes long.
+    typename Cta::Queries::template Loader<WARPS> on_way;
+    on_way.load(p, first, block);
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) {
         loader.issue(stage);
+    }
+    if (first_item >= end_item) {
+        return;
     }
 
     const int row = lane_row(0, 0);  // of a tile, and row + 8
@@ -148,11 +155,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     }
     int stage = 0;
 #pragma unroll 1
-    for (int32_t item_idx = first_item; item_idx < end_item; ++item_idx) {
+    for (int32_t item_idx = first_item;;) {
         // 2 queries, by way of the buffer that is filled next
-        if (threadIdx.x == 0 && item_idx > smem.first_item) {
-            smem.item = load_item(p.work.items + item_idx);
-        }
         __syncthreads();  // the item is there
         typename Cta::PeQueries q_pe(smem.pe_rest);
         typename Cta::NopeQueries q_nope(smem.nope_rest);
@@ -160,7 +164,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             const bool postponed = smem.postponed;
             const int free = (stage + STAGES - (postponed ? 2 : 1)) % STAGES;
             auto& queries = *reinterpret_cast<typename Cta::Queries*>(&smem.ring[free]);
-            queries.template load<WARPS>(p, item, block, smem.scales);
+            on_way.store(queries, p, smem.scales);
             __syncthreads();  // queries are there
             q_pe.load(queries.pe, smem.pe_rest, warp_idx == 0);
             q_nope.load(queries.nope, smem.nope_rest, warp_idx == 0);
@@ -315,6 +319,14 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         __syncthreads();  // the slot is written, the item and the denominators have been read
         if (threadIdx.x == 0) {
             smem.gates[item_idx > smem.first_item].arrive(p.work, item, block);
+        }
+        if (++item_idx >= end_item) {
+            break;
+        }
+        const Item next = load_item(p.work.items + item_idx);
+        on_way.load(p, next, block);
+        if (threadIdx.x == 0) {
+            smem.item = next;
         }
     }
 

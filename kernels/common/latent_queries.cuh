@@ -63,21 +63,30 @@ struct LatentQueryTile {
     // What the scores of a row are multiplied by to be logits in base 2: its two products.
     using Scales = float2[16];
 
-    // By WARPS warps, each some of the rows, two at a time. Rows past the tile's are as any others:
-    // nothing of them is kept.
+    // The queries of an item on their way, by WARPS warps: a lane's chunks of its warp's rows. Rows
+    // past the tile's are as any others: nothing of them is kept.
     template <int WARPS>
-    __device__ __forceinline__ void load(
-        const LatentParams& p, const Item& item, int block, Scales& scales) {
-        const int lane_idx = threadIdx.x % WARP_SIZE, warp_idx = threadIdx.x / WARP_SIZE;
-#pragma unroll 1
-        for (int first = warp_idx * 2; first < 16; first += WARPS * 2) {
-            Query8 nope_chunks[2][2], pe_chunks[2][1];
+    struct Loader {
+        static constexpr int NUM = 16 / WARPS;  // rows of a warp
+
+        Query8 nope_chunks[NUM][2], pe_chunks[NUM][1];
+
+        static __device__ __forceinline__ int row(int i) {
+            return threadIdx.x / WARP_SIZE * NUM + i;
+        }
+
+        static __device__ __forceinline__ bool has_pe() {
+            return threadIdx.x % WARP_SIZE < HEAD_DIM_KPE / 8;
+        }
+
+        __device__ __forceinline__ void load(const LatentParams& p, const Item& item, int block) {
+            const int lane_idx = threadIdx.x % WARP_SIZE;
+            const int num_bytes = 8 * element_bytes(p.q_nope_rows.kind);  // q_pe is alike
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const LatentRow row(p, item, block, first + i);
-                const int num_bytes = 8 * element_bytes(p.q_nope_rows.kind);  // q_pe is alike
-                const char* q_nope = p.q_nope + (row.owned ? p.q_nope_rows.offset(row.at) : 0);
-                const char* q_pe = p.q_pe + (row.owned ? p.q_pe_rows.offset(row.at) : 0);
+            for (int i = 0; i < NUM; ++i) {
+                const LatentRow from(p, item, block, row(i));
+                const char* q_nope = p.q_nope + (from.owned ? p.q_nope_rows.offset(from.at) : 0);
+                const char* q_pe = p.q_pe + (from.owned ? p.q_pe_rows.offset(from.at) : 0);
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     nope_chunks[i][j].load(
@@ -85,28 +94,30 @@ struct LatentQueryTile {
                         p.q_nope_rows.aligned);
                 }
                 pe_chunks[i][0].bits = uint4{};
-                if (lane_idx < HEAD_DIM_KPE / 8) {
+                if (has_pe()) {
                     pe_chunks[i][0].load(
                         q_pe + lane_idx * num_bytes, p.q_pe_rows.kind, p.q_pe_rows.aligned);
                 }
             }
+        }
+
+        __device__ __forceinline__ void store(
+            LatentQueryTile& to, const LatentParams& p, Scales& scales) const {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = first + i;
-                const float nope_factor =
-                    store<CKV, NopeOperands>(nope, row, nope_chunks[i], p.q_nope_rows.kind, true);
-                const bool has_pe = lane_idx < HEAD_DIM_KPE / 8;
-                const float pe_factor =
-                    store<KPE, PeOperands>(pe, row, pe_chunks[i], p.q_pe_rows.kind, has_pe);
-                if (lane_idx == 0) {
+            for (int i = 0; i < NUM; ++i) {
+                const float nope_factor = to.template store<CKV, NopeOperands>(
+                    to.nope, row(i), nope_chunks[i], p.q_nope_rows.kind, true);
+                const float pe_factor = to.template store<KPE, PeOperands>(
+                    to.pe, row(i), pe_chunks[i], p.q_pe_rows.kind, has_pe());
+                if (threadIdx.x % WARP_SIZE == 0) {
                     const float scale = p.sm_scale * LOG2_E;
-                    scales[row] = {
+                    scales[row(i)] = {
                         nope_factor * scale * p.ckv_scale.get(),
                         pe_factor * scale * p.kpe_scale.get()};
                 }
             }
         }
-    }
+    };
 
     // Stores a lane's chunks of a row, WARP_SIZE apart, as operands of KV, by a warp; gives what
     // was divided out of them.
