@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             // while the others multiply.
             const auto issue_by_half = [&](bool second, bool is_needed) {
                 if (is_needed && (warp_idx >= WARPS / 2) == second) {
-                    loader.issue((stage + STAGES - 1) % STAGES);
+                    loader.issue(stage == 0 ? STAGES - 1 : stage - 1);
                 }
             };
             if (scored) {

@@ -60,10 +60,13 @@ struct LatentLoader {
         __syncwarp();  // the buffer has been read
         if (!walk.done()) {
             const int64_t id = walk.page.value(p.table.indices);
-            const bool has_key =
-                walk.own_token() < walk.end_token && p.ckv.has(id) && p.kpe.has(id);
+            // kpe has as many pages.
+            const bool has_key = walk.own_token() < walk.end_token && p.ckv.has(id);
             const uint32_t votes = __ballot_sync(0xffffffffu, has_key);
-            const Slot slot = {has_key ? id : 0, has_key ? walk.entry() : 0};
+            // Both fit into 32 bits, of which the compiler does not know.
+            const Slot slot = {
+                has_key ? static_cast<uint32_t>(id) : 0,
+                has_key ? static_cast<uint32_t>(walk.entry()) : 0};
             // Of the row that is this lane's by its number, modulo 8.
             const int64_t ckv = reinterpret_cast<int64_t>(p.ckv.row(slot, 0));
             const int64_t kpe = reinterpret_cast<int64_t>(p.kpe.row(slot, 0));
