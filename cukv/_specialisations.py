@@ -338,7 +338,7 @@ class MlaDecodeTile(NamedTuple):
     def held(self) -> int:
         """Steps of 16 columns of q_nope that registers hold beside sums and conversions."""
         if self.warps == 8:
-            return 20 if self.kpe in FP8 else 26 if self.ckv in FP8 else 30
+            return 24 if self.kpe in FP8 else 31 if self.ckv in FP8 else 30
         if self.kpe in FP8:
             return 4
         return 8 if self.ckv in FP8 else 16
