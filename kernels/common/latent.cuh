@@ -81,9 +81,9 @@ struct LatentRow {
         return d > 0.0f ? p.ckv_scale.get() / d : 0.0f;
     }
 
-    // Stores the outputs of many vectors of 2 or 4 sums: each_vector(visit) calls visit(sums, feat).
-    // The usual dtypes have a loop of their own: instructions that are read once are what short
-    // launches wait for. Adding 0 makes outputs of a row without keys +0.
+    // Stores the outputs of many vectors of 2 or 4 sums: each_vector(visit) calls visit(sums,
+    // feat). The usual dtypes have a loop of their own: instructions that are read once are what
+    // short launches wait for. Adding 0 makes outputs of a row without keys +0.
     template <int NUM, typename EachVector>
     __device__ __forceinline__ void store(float factor, EachVector each_vector) const {
         char* to = p.o + (owned ? p.o_rows.offset(at) : 0);
