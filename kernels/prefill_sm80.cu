@@ -296,6 +296,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                         copies.start(n / 4);
                     }
                 });
+            float largest[Cta::M_TILES][2];
+            warp.find_largest(largest, s);  // most steps are plain: among the last products
             if (!is_plain) {
                 if (late_scale == 0.0f) {
                     const Logits<PrefillSm80Params> logits(p, smem.scale);
@@ -309,8 +311,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 if (!sees_all) {
                     Cta::hide(p, sight, s, token, smem.ring.key_bits(step) >> first);
                 }
+                warp.find_largest(largest, s);
             }
-            warp.weigh(s, late_scale);
+            warp.weigh(s, largest, late_scale);
             bool leaves = false;
             typename Cta::Loader::Known known;
             multiply_values<KV, Ring::V_ROW_BYTES>(

@@ -70,23 +70,33 @@ struct WarpState {
         }
     }
 
-    // Turns logits, which are the scores times a positive scale, into weights relative to what the
-    // row's maximum was when it last rose.
+    // The largest of this lane's scores of each row.
     template <int TILES>
-    __device__ __forceinline__ void weigh(float (&s)[M_TILES][TILES][4], float scale) {
-        float largest[M_TILES][2];  // of this lane's scores
-        bool is_above = false;
+    static __device__ __forceinline__ void find_largest(
+        float (&largest)[M_TILES][2], const float (&s)[M_TILES][TILES][4]) {
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
             const int m_tile = i / 2, half_idx = i % 2;
             float& x = largest[m_tile][half_idx];
-            x = NO_KEY;
+            x = fmaxf(s[m_tile][0][2 * half_idx], s[m_tile][0][2 * half_idx + 1]);
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
+            for (int tile = 1; tile < TILES; ++tile) {
                 x = fmaxf(
                     x, fmaxf(s[m_tile][tile][2 * half_idx], s[m_tile][tile][2 * half_idx + 1]));
             }
-            is_above |= fmaf(x, scale, -m[m_tile][half_idx]) > LAZY;
+        }
+    }
+
+    // Turns logits, which are the scores times a positive scale, into weights relative to what the
+    // row's maximum was when it last rose.
+    template <int TILES>
+    __device__ __forceinline__ void weigh(
+        float (&s)[M_TILES][TILES][4], const float (&largest)[M_TILES][2], float scale) {
+        bool is_above = false;
+#pragma unroll
+        for (int i = 0; i < M_TILES * 2; ++i) {
+            const int m_tile = i / 2, half_idx = i % 2;
+            is_above |= fmaf(largest[m_tile][half_idx], scale, -m[m_tile][half_idx]) > LAZY;
         }
         if (__any_sync(0xffffffffu, is_above)) {
             raise(largest, scale);
