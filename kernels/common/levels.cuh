@@ -11,7 +11,7 @@ namespace cukv {
 
 // What was left of a leaf's row, on its way: four sums of each of a few states at a time.
 struct LeftStates {
-    static constexpr int IN_FLIGHT = 8;
+    static constexpr int IN_FLIGHT = 4;
 
     const float* lse;
     const float* o;
