@@ -134,6 +134,60 @@ def test_equal_scores_weigh_the_same_however_large_they_are(xp, heads, first):
     assert_close(lse, np.full((1, heads), -8192 * 12288 * np.log2(np.e)), LSE)
 
 
+def attend_along(xp, rng, kpe, heads, ckv_dtype, num_absent=0):
+    """Attend to keys of which the j-th is kpe[j] times what a head wants, and compare.
+
+    Heads want from -1 to 1. The first pages may be absent. On a GPU so many requests have the same
+    pages that its parts have several steps of each.
+    """
+    num, page_size = 140 if xp is cp else 1, 64
+    ids = np.arange(len(kpe) // page_size, dtype=np.int32)
+    kpes = np.zeros((len(ids), page_size, 64), BF16)
+    kpes[..., 0] = kpe.reshape(-1, page_size)
+    stores = random_rows(rng, (len(ids), page_size, 512), ckv_dtype), kpes
+    q = np.zeros((num, heads, 512), BF16), np.zeros((num, heads, 64), BF16)
+    q[1][..., 0] = np.linspace(-1, 1, heads)
+    q[1][:, 1, 0] = 1  # beside one that wants the contrary
+    given = np.where(ids < num_absent, -1, ids)
+    last = np.full(num, page_size, np.int32)
+    index = indptr_of((len(ids),) * num), np.tile(given, num), last
+    table = PageTable(*(on(xp, x) for x in index), page_size)
+    cache = MLAPagedCache(tuple(on(xp, x) for x in stores))
+    got = cache.decode(*(on(xp, x) for x in q), table, sm_scale=1.0, return_lse=True)
+    one = np.arange(2), *(x[:, :, None] for x in stores)
+    csr = indptr_of((len(ids) - num_absent,)), ids[num_absent:], last[:1]
+    want = reference.mla_decode(*(x[:1] for x in q), *one, *csr, sm_scale=1.0)
+    for i in range(num):
+        assert_attends([x[i : i + 1] for x in got], want, "bfloat16", max_abs(stores[0]))
+
+
+STEP = np.arange(512) // 64  # of a key, for 8 warps
+# A GPU's weights are relative to maxima of earlier steps, which rise with logits that are 8 above
+# them in base 2: here these rise by less and by more, all the way or at a few keys, and fall.
+ALONG = {
+    "slowly": 0.02 * np.arange(512),
+    "by less": 5.5 * STEP,
+    "by more": 6.0 * STEP,
+    "from far below": 1e5 * (STEP - 4),
+    "at one key": 1e5 * (np.arange(512) == 300),
+    "up and down": 1e5 * np.array([0, 1, -1, 0, 2, -2, 2, 1])[STEP],
+}
+
+
+@pytest.mark.parametrize("ckv_dtype", ["bfloat16", E4M3])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("along", ALONG)
+def test_logits_may_rise_fall_and_jump_along_the_keys(xp, along, heads, ckv_dtype, rng):
+    attend_along(xp, rng, ALONG[along], heads, ckv_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ckv_dtype", ["bfloat16", E4M3])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_first_steps_may_have_no_key(heads, ckv_dtype, rng):
+    attend_along(cp, rng, -1000 + ALONG["by more"], heads, ckv_dtype, num_absent=3)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("sm_scale", [0.0, -0.07, 3.0])
 def test_any_scale_of_the_logits(xp, heads, sm_scale, rng):
