@@ -236,7 +236,7 @@ class PagedAttention:
         op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
-        if type(table) is not PageTable:
+        if type(table) is not PageTable:  # its page size is one of its sizes, which are compared
             self._pages.check_table(op, table)
         sm_scale, logits_soft_cap, sinks = logits
         out, lse, return_lse = results

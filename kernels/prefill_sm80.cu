@@ -211,6 +211,12 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     using Cta =
         PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, AT_ONCE, ALIGNED>;
     using Ring = typename Cta::Ring;
+    static_assert(
+        !WEAVES || TOKENS / 16 * Cta::Fragments::K_STEPS >= 4 * Ring::GROUPS,
+        "every group of copies has an ldmatrix of keys to go behind");
+    static_assert(
+        !WEAVES || TOKENS / 16 * (HEAD_DIM_VO / 16) >= 8,
+        "rows are found, and ids looked up, behind an ldmatrix of values each");
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
     auto& own = smem.warps[tid_x() / WARP_SIZE];
