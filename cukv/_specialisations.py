@@ -181,7 +181,7 @@ class PrefillTile(NamedTuple):
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
         ring = -(-(ring + 2 * 32 + 4 * self.tokens) // 1024) * 1024
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        own = 2 * 48 + 4 + 32  # items and what is seen of one
+        own = 2 * 48 + 8 + 32  # items and what is seen of one
         own = -(-own // 16) * 16 + 2 * (self.tokens // self.warps * (32 + 12) + 24)
         return int(-(-(ring + queries + self.warps * own + 16) // 1024) * 1024)
 
@@ -338,7 +338,7 @@ class MlaDecodeTile(NamedTuple):
     def held(self) -> int:
         """Steps of 16 columns of q_nope that registers hold beside sums and conversions."""
         if self.warps == 8:
-            return 24 if self.kpe in FP8 else 31 if self.ckv in FP8 else 30
+            return 28 if self.kpe in FP8 else 31 if self.ckv in FP8 else 30
         if self.kpe in FP8:
             return 4
         return 8 if self.ckv in FP8 else 16

@@ -52,15 +52,13 @@ struct PrefillCta {
         // What is a warp's alone. Here, because steps need all registers.
         struct Own {
             Item items[2];  // this one and the next, in turn
-            int32_t item_idx;
+            int32_t item_idx, end_item;
             Sight sight;
             typename Ring::Own ring;
 
             __device__ __forceinline__ const Item& item() const { return items[item_idx % 2]; }
             __device__ __forceinline__ Item& next() { return items[(item_idx + 1) % 2]; }
-            __device__ __forceinline__ bool is_last() const {
-                return item_idx + 1 >= ring.place[0].end_item;
-            }
+            __device__ __forceinline__ bool is_last() const { return item_idx + 1 >= end_item; }
         } warps[WARPS];
         int32_t kv_head;
         float scale;       // of common/logits.cuh
@@ -242,6 +240,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     if (tid_x() % WARP_SIZE == 0) {
         own.items[first_item % 2] = first;
         own.item_idx = first_item;
+        own.end_item = end_item;
     }
     if (!ALIGNED && p.head_dim < HEAD_DIM_QK) {  // no garbage where the copies write nothing
         char* bytes = smem.ring.bytes[0];

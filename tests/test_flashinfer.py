@@ -1125,7 +1125,7 @@ def test_masks_and_short_mla_lengths_hold_on_the_device(rng):
     got = wrapper.run(cp.asarray(q), cp.asarray(arrays.data), return_lse=True)
     assert_attends(got, paged(CASE, arrays, q, QO_INDPTR, custom_mask=flat), arrays.v)
     tables = [
-        flashinfer.mla._pages_in_use("plan", *(xp.asarray(x) for x in each), 4)
+        flashinfer.mla._pages_in_use(*(xp.asarray(x) for x in each), 4)
         for xp in (np, cp)
         for each in [(np.array([0, 3, 3, 6]), np.array([9, 7, 5, 3, 1, 2]), np.array([2, 0, 8]))]
     ]
