@@ -260,6 +260,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             continue;
         }
         const auto known = loader.know(n);
+        __syncwarp();  // every lane has read what look_up() writes anew
         if (n == -2) {
             loader.find(known, n + 2);
         }

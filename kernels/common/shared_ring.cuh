@@ -130,6 +130,7 @@ struct SharedLoader {
     __device__ __forceinline__ void load(uint32_t step) const {
         copy(step + 1);
         const Known known = know(step);
+        __syncwarp();  // every lane has read what look_up() writes anew
         find(known, step + 2);
         if (look_up(known, step + 3)) {
             leave(step + 4);
