@@ -58,8 +58,8 @@ template <
     bool ALIGNED>
 struct DecodeCta {
     static constexpr int THREADS = WARPS * WARP_SIZE;
-    // There are registers for the queries of this item, and for those of the next on their way.
-    static constexpr bool Q_STAYS = ROWS <= 16 && HEAD_DIM_QK <= 128, Q_AHEAD = HEAD_DIM_QK <= 128;
+    // There are registers for the queries of this item.
+    static constexpr bool Q_STAYS = ROWS <= 16 && HEAD_DIM_QK <= 128;
 
     // A tile of one buffer is for leaves, whose launch has nothing to wait for before it begins.
     static constexpr bool LOOKS_EARLY = ALIGNED && STAGES > 1;
@@ -177,6 +177,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     using Ring = typename Cta::Ring;
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
+    // There are registers for the queries of the next item on their way.
+    constexpr bool Q_AHEAD = HEAD_DIM_QK <= 128 && (STAGES > 1 || PLAIN);
     const int warp_idx = threadIdx.x / WARP_SIZE;
     auto& ring = smem.ring[warp_idx];
 
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         const int q_buffer = item_idx & 1;
         const typename Cta::Operands operands(smem.q[q_buffer]);
         const bool has_next = item_idx + 1 < end_item;
-        if (has_next && Cta::Q_AHEAD) {
+        if (has_next && Q_AHEAD) {
             queries.load(p, p.work.items[item_idx + 1], kv_head);
         }
 
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         __syncthreads();  // the states of the item before have been read
         smem.states.store(warp);
         if (has_next) {
-            if (!Cta::Q_AHEAD) {
+            if (!Q_AHEAD) {
                 queries.load(p, p.work.items[item_idx + 1], kv_head);
             }
             queries.store(smem.q[q_buffer ^ 1], p.q_rows.kind);

@@ -24,10 +24,10 @@ struct alignas(16) Item {
     int32_t num_rows;
     int32_t first_token;  // keys [first_token, end_token); of the tile's listed keys under a mask
     int32_t end_token;
-    uint32_t item_idx : 16;   // among the tile's
-    uint32_t num_items : 16;  // of the tile
-    int32_t first_slot;       // of item 0, whose ticket is the tile's; -1: there is no other item
-    int32_t next_slot;        // of item 1; those of items 2, 3, ... are behind it
+    uint16_t item_idx;   // among the tile's
+    uint16_t num_items;  // of the tile
+    int32_t first_slot;  // of item 0, whose ticket is the tile's; -1: there is no other item
+    int32_t next_slot;   // of item 1; those of items 2, 3, ... are behind it
     union {
         int32_t mask_entry;  // of the tile's first, under a mask
         int32_t is_left;     // of a cascade: whether another list has the keys of the leaf
