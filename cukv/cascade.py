@@ -280,8 +280,9 @@ class CascadeLevels(Noun):
         -------
         Plan
             ``plan.update()`` makes it follow changed contents of the same arrays. On a GPU it holds
-            the partial states of a call: ``rows * num_levels * num_qo_heads * (head_dim_vo + 1)``
-            numbers of float32.
+            the partial states of a call, of ``num_qo_heads * (head_dim_vo + 1)`` numbers of float32
+            each: one for each row and level; where rows are few, and so CTAs share the keys of a
+            level, up to 17 for each row.
 
         Raises
         ------
