@@ -77,14 +77,14 @@ class DecodeTile(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Keys of a warp's step: a buffer of 8 KB where that is 32 keys or fewer."""
+        """Keys of a warp's step: a buffer of 8 KB, but for heads of 256 and many rows of 64."""
         if self.dtype in FP8:
             return 32
         return 32 if self.head_dim == 64 and self.rows <= 16 else 16
 
     @property
     def stages(self) -> int:
-        """Buffers of a warp. 64 KB on their way per CTA of 4 warps keep the memory busy."""
+        """Buffers of a warp: 128 KB on their way on an SM keep the memory busy."""
         if self.brief:
             return 1
         return 4 if self.head_dim == 64 and self.rows > 16 else 2

@@ -6,8 +6,9 @@
 // The query heads of a KV head, times the query rows of a request, are the rows of a tile of at
 // most ROWS. A CTA owns one KV head and one part of the work list. Warp w takes every WARPS-th step
 // of TOKENS keys of the part through a ring of buffers of its own, so that loads run ahead across
-// items; the warps' states merge in shared memory at the end of each item, and the states of a tile
-// of several items in the CTA that finishes last.
+// items; with one buffer they do not, and the SM's other CTAs load meanwhile. The warps' states
+// merge in shared memory at the end of each item, and the states of a tile of several items in the
+// CTA that finishes last.
 // Bound by HBM: the K and V rows of one KV head, once. The CTAs of all KV heads walk side by side,
 // so that the heads of an NHD page are read close in time.
 // Host: cukv/paged.py PagedKVCache.decode, PagedKVCache.prefill
