@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 
-from cukv._arrays import FLOAT32, FP8, Array, as_array, empty, home
+from cukv._arrays import FLOAT32, Array, as_array, empty, home
 from cukv._attention import (
     check_options,
     check_queries,
@@ -21,7 +21,7 @@ from cukv._attention import (
     require_plan,
 )
 from cukv._check import match, match_dtype, match_index, match_rows
-from cukv._index import UNIT_SCALE, as_index, host_scale, pack_divisor, pack_scale
+from cukv._index import as_index, host_scale, pack_divisor
 from cukv._kernels import BoundLaunch, arch_of, kernel, num_sms
 from cukv._latent_maps import NO_MAPS, can_be_mapped, latent_maps
 from cukv._launches import (
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 _HEAD_DIM_CKV = 512  # kernels/common/latent.cuh
 _HEAD_DIM_KPE = 64
 _MAX_PARTS = 256  # MAX_LATENT_ITEMS there
-_UNIT_SCALES = (UNIT_SCALE, UNIT_SCALE)
 _PER_CALL = ("table", "q_nope", "q_pe", "o", "lse", "work", "ckv_scale", "kpe_scale")
 
 
@@ -122,28 +121,6 @@ def check_rotary_queries(op: str, q_nope: Array, q_pe: Array, kpe: Pages) -> Non
     match_dtype(op, "q_pe", q_pe, q_nope.dtype)
     check_queries(op, "q_pe", q_pe, kpe.dtype)
     home(op, q_nope=q_nope, q_pe=q_pe)
-
-
-def latent_scales(op: str, pages: PagePair, scales: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Parse the scales of ckv and kpe: packed for a kernel, or floats for NumPy."""
-    ckv, kpe = scales
-    if type(ckv) is type(kpe) is float and ckv == kpe == 1.0:  # by far the most calls
-        return _UNIT_SCALES if pages.first.device >= 0 else scales
-    return _latent_scale(op, pages.first, ckv), _latent_scale(op, pages.second, kpe)
-
-
-def _latent_scale(op: str, pages: Pages, scale: Any) -> Any:
-    """Parse one; only fp8 parts are scaled."""
-    name = f"{pages.name}_scale"
-    on_host = pages.device < 0
-    parsed = host_scale(op, name, scale) if on_host else pack_scale(op, name, scale, pages.device)
-    if parsed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
-        shown = "an array on the GPU" if isinstance(scale, cp.ndarray) else scale
-        raise ValueError(
-            f"{op}: {name} must be 1.0, got {shown}: only fp8 pages hold scaled values, these are "
-            f"{pages.dtype.name}"
-        )
-    return parsed
 
 
 @functools.cache
@@ -316,7 +293,7 @@ class LatentAttention:
             prepared = self._prepare(call, q_pe, sm_scale, plan, (out, lse))
             remember(self._prepared, signature, prepared)
         kind, launch = prepared
-        factors = latent_scales(op, self._pages, scales)
+        factors = self._pages.scales(op, scales)
         if work is not None:
             require_arrays(work, call)
         else:

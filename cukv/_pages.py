@@ -152,7 +152,7 @@ class PagePair:
             append = self._appends[signature] = self._append(op, k, v, batch_size)
         if indptr is None or batch_indices is not None or positions is not None:
             _check_row_arguments(op, len(k), batch_size, indptr, batch_indices, positions)
-        factors = self._append_scales(op, scales)
+        factors = self.scales(op, scales, divide=True)
         if first.device < 0:
             self._append_on_host(op, (k, v), table, indptr, batch_indices, positions, factors)
             return
@@ -193,12 +193,18 @@ class PagePair:
         nothing = batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]
         return Append(move, len(k), batch_size, nothing)
 
-    def _append_scales(self, op: str, scales: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Parse the scales of rows to append."""
-        k, v = scales
-        if type(k) is type(v) is float and k == v == 1.0:  # by far the most calls
+    def scales(self, op: str, scales: tuple[Any, Any], *, divide: bool = False) -> tuple[Any, Any]:
+        """Parse the scales of both storage arrays, for a kernel or as floats for NumPy.
+
+        Only fp8 pages hold scaled values. None may be 0 of those to ``divide`` rows by.
+        """
+        first, second = scales
+        if type(first) is type(second) is float and first == second == 1.0:  # by far the most calls
             return _UNIT_SCALES if self.first.device >= 0 else scales
-        return _append_scale(op, self.first, k), _append_scale(op, self.second, v)
+        return (
+            _scale_of_values(op, self.first, first, divide),
+            _scale_of_values(op, self.second, second, divide),
+        )
 
     def _append_on_host(
         self,
@@ -328,10 +334,10 @@ def _parse_scale(op: str, pages: Pages, scale: Any) -> Any:
     return pack_scale(op, name, scale, pages.device)
 
 
-def _append_scale(op: str, pages: Pages, scale: Any) -> Any:
-    """Parse the scale of rows to append; only fp8 pages hold scaled values."""
+def _scale_of_values(op: str, pages: Pages, scale: Any, divide: bool) -> Any:
+    """Parse the scale of what pages hold; only fp8 pages hold scaled values."""
     parsed = _parse_scale(op, pages, scale)
-    if parsed in (0.0, NO_SCALE):
+    if divide and parsed in (0.0, NO_SCALE):
         raise ValueError(f"{op}: {pages.name}_scale must not be 0: rows are divided by it")
     if parsed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
         shown = "an array on the GPU" if isinstance(scale, cp.ndarray) else scale

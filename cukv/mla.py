@@ -17,7 +17,6 @@ from cukv._latent_attention import (
     LatentCall,
     check_latent_call,
     check_rotary_queries,
-    latent_scales,
 )
 from cukv._noun import CacheNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
@@ -397,7 +396,7 @@ class MLAPagedCache(CacheNoun):
         check_rotary_queries(op, q_nope, q_pe, self._pages.second)
         require_plan(op, plan, key)
         options = check_options(op, self.head_dim_ckv, q_nope.shape[1], sm_scale=sm_scale)
-        factors = latent_scales(op, self._pages, scales)
+        factors = self._pages.scales(op, scales)
         table.validate(self.max_num_pages)
         if qo_indptr is None:
             qo_indptr = np.arange(table.batch_size + 1)

@@ -70,6 +70,6 @@ def pmerge_states(o: Array, lse: Array, axis_name: str | tuple[str, ...]) -> tup
 
 def _of_all(x: Array, axis_name: str | tuple[str, ...]) -> Any:
     """Give what all devices have, ``[devices, ...]``, known to be the same on each of them."""
-    if hasattr(jax.lax, "all_gather_invariant"):  # before JAX 0.8.2
+    if hasattr(jax.lax, "all_gather_invariant"):  # before all_gather took `to`
         return jax.lax.all_gather_invariant(x, axis_name)
     return jax.lax.all_gather(x, axis_name, to="invarying")
