@@ -49,10 +49,14 @@ from cukv.page_table import PageTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cukv._kernels import BoundLaunch
+
 _BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 # Signatures of rows that a cache remembers, without and with their number, with which the strides
-# of HND rows change.
-_MAX_MOVES = _MAX_APPENDS = 64
+# of HND rows change; and of rows to gather.
+_MAX_MOVES = _MAX_APPENDS = _MAX_GATHERS = 64
+# Fields of GatherParams that differ from call to call.
+_GATHER_PER_CALL = ("table", "token_indptr", "cache", "out")
 
 _UNIT_SCALES = (UNIT_SCALE, UNIT_SCALE)
 
@@ -60,13 +64,14 @@ _UNIT_SCALES = (UNIT_SCALE, UNIT_SCALE)
 class PagePair:
     """The two storage arrays of a cache, under one page table."""
 
-    __slots__ = ("_append_moves", "_appends", "first", "page_size", "second")
+    __slots__ = ("_append_moves", "_appends", "_gathers", "first", "page_size", "second")
 
     def __init__(self, first: Pages, second: Pages) -> None:
         self.first, self.second = first, second
         self.page_size = int(first.array.shape[1])
         self._append_moves: dict[tuple[Any, ...], AppendMove] = {}
         self._appends: dict[tuple[Any, ...], Append] = {}
+        self._gathers: dict[tuple[Any, ...], BoundLaunch] = {}
 
     @classmethod
     def of(
@@ -259,12 +264,46 @@ class PagePair:
         if xp is np:
             table.validate(self.first.array.shape[0])
         indptr = table.token_indptr
-        gather = _gather_on_host if xp is np else _gather_array
+        gather = _gather_on_host if xp is np else self._gather
         first, second = (
             gather(op, pages, table, indptr, length, kind, factor, rows)
             for pages, kind, factor, rows in zip(self, to, factors, out, strict=True)
         )
         return first, second, indptr
+
+    def _gather(
+        self,
+        op: str,
+        pages: Pages,
+        table: PageTable,
+        token_indptr: Array,
+        nnz: int,
+        dtype: np.dtype[Any],
+        factor: bytes,
+        rows: Array | None,
+    ) -> Array:
+        """Copy every request's tokens out of one array on a GPU."""
+        cache = pages.array
+        if rows is None:
+            rows = empty(op, (nnz, *cache.shape[2:]), dtype, cp, like=cache)
+        if rows.size == 0 or table.batch_size == 0:
+            return rows
+        pointer = rows.data.ptr
+        signature = (
+            pages is self.first,
+            rows.shape,
+            rows.strides,
+            rows.dtype,
+            pointer % 16,
+            factor,
+        )
+        launch = self._gathers.get(signature)
+        if launch is None:
+            if len(self._gathers) >= _MAX_GATHERS:
+                self._gathers.clear()
+            launch = self._gathers[signature] = _bind_gather(pages, rows, factor)
+        launch(table.packed, pack_index(token_indptr), pages.packed, pointer)
+        return rows
 
     # --------------------------------------------------------------------------------- copy_pages
 
@@ -380,37 +419,16 @@ def _gather_on_host(
     return rows
 
 
-def _gather_array(
-    op: str,
-    pages: Pages,
-    table: PageTable,
-    token_indptr: Array,
-    nnz: int,
-    dtype: np.dtype[Any],
-    factor: Any,
-    rows: Array | None,
-) -> Array:
-    cache = pages.array
-    if rows is None:
-        rows = empty(op, (nnz, *cache.shape[2:]), dtype, cp, like=cache)
-    if rows.size == 0 or table.batch_size == 0:
-        return rows
-    fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, dtype)
+def _bind_gather(pages: Pages, rows: Array, factor: bytes) -> BoundLaunch:
+    """Prepare to gather rows of one signature."""
+    cache, nnz = pages.array, len(rows)
+    fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, rows.dtype)
     if rows.data.ptr % 16 or not fit.takes(vec):
         vec = 1
     packed, ctas = Deal(rows, fit, vec).shares(nnz, resident_ctas(pages.device), MOVE_THREADS)
-    kernel("gather", pages.device, FROM=cache.dtype, TO=dtype, VEC=vec)(
-        ctas,
-        MOVE_THREADS,
-        table=table.packed,
-        token_indptr=pack_index(token_indptr),
-        cache=pages.packed,
-        out=rows.data.ptr,
-        rows=packed,
-        scale=factor,
-        nnz=nnz,
+    return kernel("gather", pages.device, FROM=cache.dtype, TO=rows.dtype, VEC=vec).bind(
+        ctas, MOVE_THREADS, per_call=_GATHER_PER_CALL, rows=packed, scale=factor, nnz=nnz
     )
-    return rows
 
 
 def _check_page_ids(op: str, name: str, ids: Array, max_num_pages: int) -> None:

@@ -269,7 +269,7 @@ class PageTable(Noun):
         return self._derive("token_indptr", self.batch_size + 1, _INT64)
 
     def _derive(self, name: str, size: int, dtype: np.dtype[Any]) -> Array:
-        if self._home() is np:
+        if type(self.indptr) is not cp.ndarray and self._home() is np:
             self._validate_lens(f"PageTable.{name}", _ANY)  # lengths need no ids
             definition = getattr(reference, name)
             found = definition(self.indptr, self.last_page_len, self.page_size)

@@ -7,7 +7,7 @@ from cases import fake_cupy
 from fake_gpus import FakeGpus
 
 import cukv
-from cukv import _paged_attention, _plan
+from cukv import _paged_attention, _pages, _plan
 from cukv._ragged_pages import ragged_pages
 
 BATCH, HEADS, KV_HEADS, NNZ, PAGE_SIZE = 4, 16, 2, 40, 16
@@ -94,6 +94,25 @@ def test_a_cascade_attends_to_every_level(window_left, table, gpu):
     launched = gpu.names()
     assert launched.count("plan") >= 1
     assert "decode" in launched
+
+
+def test_gather_prepares_rows_of_one_kind_once(table, gpu, monkeypatch):
+    bound = []
+
+    def bind(pages, rows, factor):
+        bound.append((pages.name, rows.shape, rows.dtype.name, factor))
+        return bind_gather(pages, rows, factor)
+
+    bind_gather = _pages._bind_gather
+    monkeypatch.setattr(_pages, "_bind_gather", bind)
+    cache = pages()
+    for _ in range(2):
+        for options in ({}, {"nnz": 7}, {"dtype": "float16"}, {"dtype": "float16", "k_scale": 2.0}):
+            k, v = cache.gather(table, **options)
+            assert k.dtype == v.dtype == options.get("dtype", "bfloat16")
+            assert k.nnz == v.nnz == options.get("nnz", 12 * PAGE_SIZE)
+            assert gpu.names() == ["token_indptr", "gather", "gather"]
+    assert len(bound) == len(set(bound)) == 7  # v_scale is 1.0 both times
 
 
 @pytest.fixture
