@@ -256,7 +256,7 @@ class MLAPagedCache(CacheNoun):
         op = "MLAPagedCache.gather"
         scales = (ckv_scale, kpe_scale)
         ckv, kpe, indptr = self._pages.gather(op, table, nnz, dtype, scales)
-        return RaggedTensor(ckv, indptr), RaggedTensor(kpe, indptr)
+        return RaggedTensor._of(ckv, indptr), RaggedTensor._of(kpe, indptr)
 
     def copy_pages(self, src: Array, dst: Array) -> None:
         """Copy whole pages in place, as ``PagedKVCache.copy_pages`` does.

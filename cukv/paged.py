@@ -299,7 +299,7 @@ class PagedKVCache(CacheNoun):
         """
         op = "PagedKVCache.gather"
         k, v, indptr = self._pages.gather(op, table, nnz, dtype, (k_scale, v_scale))
-        return RaggedTensor(k, indptr), RaggedTensor(v, indptr)
+        return RaggedTensor._of(k, indptr), RaggedTensor._of(v, indptr)
 
     def copy_pages(self, src: Array, dst: Array) -> None:
         """Copy whole pages of K and V in place, as if all sources were read before the call.
