@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import cupy as cp
@@ -53,10 +55,11 @@ if TYPE_CHECKING:
 
 _BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 # Signatures of rows that a cache remembers, without and with their number, with which the strides
-# of HND rows change; and of rows to gather.
-_MAX_MOVES = _MAX_APPENDS = _MAX_GATHERS = 64
-# Fields of GatherParams that differ from call to call.
-_GATHER_PER_CALL = ("table", "token_indptr", "cache", "out")
+# of HND rows change; of rows to gather; and numbers of pages to copy.
+_MAX_MOVES = _MAX_APPENDS = _MAX_GATHERS = _MAX_COPIES = 64
+# Fields of GatherParams and of CopyPagesParams that differ from call to call.
+_GATHER_PER_CALL = ("table", "token_indptr", "out", "scale")
+_COPY_PER_CALL = ("scratch", "src", "dst")
 
 _UNIT_SCALES = (UNIT_SCALE, UNIT_SCALE)
 
@@ -64,7 +67,9 @@ _UNIT_SCALES = (UNIT_SCALE, UNIT_SCALE)
 class PagePair:
     """The two storage arrays of a cache, under one page table."""
 
-    __slots__ = ("_append_moves", "_appends", "_gathers", "first", "page_size", "second")
+    __slots__ = (
+        "_append_moves", "_appends", "_copies", "_gathers", "first", "page_size", "second",
+    )  # fmt: skip
 
     def __init__(self, first: Pages, second: Pages) -> None:
         self.first, self.second = first, second
@@ -72,6 +77,7 @@ class PagePair:
         self._append_moves: dict[tuple[Any, ...], AppendMove] = {}
         self._appends: dict[tuple[Any, ...], Append] = {}
         self._gathers: dict[tuple[Any, ...], BoundLaunch] = {}
+        self._copies: dict[int, tuple[BoundLaunch, ...]] = {}
 
     @classmethod
     def of(
@@ -295,14 +301,13 @@ class PagePair:
             rows.strides,
             rows.dtype,
             pointer % 16,
-            factor,
         )
         launch = self._gathers.get(signature)
         if launch is None:
             if len(self._gathers) >= _MAX_GATHERS:
                 self._gathers.clear()
-            launch = self._gathers[signature] = _bind_gather(pages, rows, factor)
-        launch(table.packed, pack_index(token_indptr), pages.packed, pointer)
+            launch = self._gathers[signature] = _bind_gather(pages, rows)
+        launch(table.packed, pack_index(token_indptr), pointer, factor)
         return rows
 
     # --------------------------------------------------------------------------------- copy_pages
@@ -328,8 +333,15 @@ class PagePair:
         # One after the other, through the same memory.
         num_bytes = len(src) * max(pages.bytes_per_page for pages in copied)
         memory = allocate_scratch(op, (num_bytes,), _BYTE, like)
-        for pages in copied:
-            _copy_array(op, pages, memory, src, dst)
+        launches = self._copies.get(len(src))
+        if launches is None:
+            if len(self._copies) >= _MAX_COPIES:
+                self._copies.clear()
+            bound = (_bind_copies(op, pages, memory, len(src)) for pages in copied)
+            launches = self._copies[len(src)] = tuple(itertools.chain(*bound))
+        arguments = memory.data.ptr, pack_index(src), pack_index(dst)
+        for launch in launches:
+            launch(*arguments)
 
 
 def as_storage(op: str, name: str, x: Any) -> tuple[Array, str | None]:
@@ -419,7 +431,7 @@ def _gather_on_host(
     return rows
 
 
-def _bind_gather(pages: Pages, rows: Array, factor: bytes) -> BoundLaunch:
+def _bind_gather(pages: Pages, rows: Array) -> BoundLaunch:
     """Prepare to gather rows of one signature."""
     cache, nnz = pages.array, len(rows)
     fit, vec = Fit.of(rows, pages), vector_size(cache.dtype, rows.dtype)
@@ -427,7 +439,7 @@ def _bind_gather(pages: Pages, rows: Array, factor: bytes) -> BoundLaunch:
         vec = 1
     packed, ctas = Deal(rows, fit, vec).shares(nnz, resident_ctas(pages.device), MOVE_THREADS)
     return kernel("gather", pages.device, FROM=cache.dtype, TO=rows.dtype, VEC=vec).bind(
-        ctas, MOVE_THREADS, per_call=_GATHER_PER_CALL, rows=packed, scale=factor, nnz=nnz
+        ctas, MOVE_THREADS, per_call=_GATHER_PER_CALL, cache=pages.packed, rows=packed, nnz=nnz
     )
 
 
@@ -438,10 +450,12 @@ def _check_page_ids(op: str, name: str, ids: Array, max_num_pages: int) -> None:
         raise ValueError(f"{op}: {name}[{i}] must be below {max_num_pages} pages, got {ids[i]}")
 
 
-def _copy_array(op: str, pages: Pages, memory: Array, src: Array, dst: Array) -> None:
-    """Copy pages of one array through memory that holds them; elements are bytes here."""
+def _bind_copies(
+    op: str, pages: Pages, memory: Array, num_pairs: int
+) -> tuple[BoundLaunch, BoundLaunch]:
+    """Prepare to copy so many pages of one array to memory, and back; elements are bytes here."""
     _, page_size, num_heads, head_dim = pages.array.shape
-    scratch = memory[: len(src) * pages.bytes_per_page]
+    scratch = memory[: num_pairs * pages.bytes_per_page]
     scratch = scratch.reshape(-1, num_heads, head_dim * pages.array.itemsize)
     as_bytes = Pages(op, pages.name, pages.array.view(_BYTE), pages.read_only)
     fit = Fit.of(scratch, as_bytes)
@@ -449,16 +463,13 @@ def _copy_array(op: str, pages: Pages, memory: Array, src: Array, dst: Array) ->
     size = next(n for n in (16, 4, 2, 1) if unit % n == 0)
     deal = Deal(scratch, fit, size)
     rows, ctas = deal.shares(len(scratch), resident_ctas(pages.device), MOVE_THREADS)
-    launch = kernel("copy_pages", pages.device, BYTES=size)
-    for to_scratch in (1, 0):
-        launch(
-            ctas,
-            MOVE_THREADS,
-            cache=pages.packed,
-            scratch=scratch.data.ptr,
-            rows=rows,
-            src=pack_index(src),
-            dst=pack_index(dst),
-            page_size=page_size,
-            to_scratch=to_scratch,
-        )
+    bind = functools.partial(
+        kernel("copy_pages", pages.device, BYTES=size).bind,
+        ctas,
+        MOVE_THREADS,
+        per_call=_COPY_PER_CALL,
+        cache=pages.packed,
+        rows=rows,
+        page_size=page_size,
+    )
+    return bind(to_scratch=1), bind(to_scratch=0)

@@ -13,11 +13,11 @@
 namespace cukv {
 
 struct CopyPagesParams {
-    Pages cache;
     char* scratch;  // [num_pairs * page_size, num_heads, head_dim in bytes]
-    Rows rows;      // of scratch
     Index src;      // [num_pairs], page ids
     Index dst;      // [num_pairs], page ids
+    Pages cache;
+    Rows rows;  // of scratch
     int64_t page_size;
     int64_t to_scratch;  // 1: read the cache, 0: write it
 };

@@ -14,10 +14,10 @@ namespace cukv {
 struct GatherParams {
     PageTable table;
     Index token_indptr;  // [batch_size + 1], tokens
-    Pages cache;
-    char* out;  // [nnz, num_kv_heads, head_dim], written
-    Rows rows;
+    char* out;           // [nnz, num_kv_heads, head_dim], written
     Scale scale;
+    Pages cache;
+    Rows rows;
     int64_t nnz;
 };
 

@@ -7,7 +7,7 @@ from cases import fake_cupy
 from fake_gpus import FakeGpus
 
 import cukv
-from cukv import _paged_attention, _pages, _plan
+from cukv import _kernels, _paged_attention, _plan
 from cukv._ragged_pages import ragged_pages
 
 BATCH, HEADS, KV_HEADS, NNZ, PAGE_SIZE = 4, 16, 2, 40, 16
@@ -96,23 +96,42 @@ def test_a_cascade_attends_to_every_level(window_left, table, gpu):
     assert "decode" in launched
 
 
-def test_gather_prepares_rows_of_one_kind_once(table, gpu, monkeypatch):
-    bound = []
+@pytest.fixture
+def bound(monkeypatch):
+    """Launches that are prepared, as (kernel, fields that each call gives), as they are."""
+    found = []
 
-    def bind(pages, rows, factor):
-        bound.append((pages.name, rows.shape, rows.dtype.name, factor))
-        return bind_gather(pages, rows, factor)
+    def bind(kernel, *geometry, per_call, **fixed):
+        found.append((kernel._name, per_call))
+        return prepare(kernel, *geometry, per_call=per_call, **fixed)
 
-    bind_gather = _pages._bind_gather
-    monkeypatch.setattr(_pages, "_bind_gather", bind)
-    cache = pages()
+    prepare = _kernels.Kernel.bind
+    monkeypatch.setattr(_kernels.Kernel, "bind", bind)
+    return found
+
+
+def test_gather_prepares_rows_of_one_kind_once(table, gpu, bound):
+    cache, scale = pages(), fake_cupy(1, "float32")
+    kinds = ({}, {"nnz": 7}, {"dtype": "float16"}, {"dtype": "float16", "k_scale": scale})
     for _ in range(2):
-        for options in ({}, {"nnz": 7}, {"dtype": "float16"}, {"dtype": "float16", "k_scale": 2.0}):
+        for options in kinds:
             k, v = cache.gather(table, **options)
             assert k.dtype == v.dtype == options.get("dtype", "bfloat16")
             assert k.nnz == v.nnz == options.get("nnz", 12 * PAGE_SIZE)
             assert gpu.names() == ["token_indptr", "gather", "gather"]
-    assert len(bound) == len(set(bound)) == 7  # v_scale is 1.0 both times
+    # Scales come with each call, as tables do.
+    assert bound == [("gather", ("table", "token_indptr", "out", "scale"))] * 6
+
+
+def test_copies_of_as_many_pages_are_prepared_once(gpu, bound):
+    cache = pages()
+    for _ in range(2):
+        for num_pairs in (3, 5, 0):
+            src, dst = (fake_cupy(num_pairs, dtype) for dtype in ("int32", "int64"))
+            cache.copy_pages(src, dst)
+            assert gpu.names() == ["copy_pages"] * (4 if num_pairs else 0)
+    # K and V, each to the scratch and back, of both numbers of pages.
+    assert bound == [("copy_pages", ("scratch", "src", "dst"))] * 8
 
 
 @pytest.fixture
