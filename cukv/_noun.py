@@ -55,8 +55,7 @@ class Noun:
 
     def _set(self, **attributes: Any) -> None:
         """Set fields and cached values while a frozen dataclass is being made."""
-        for name, value in attributes.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(attributes)
 
     def _home(self) -> Any:
         """``cupy`` or ``numpy``: where this noun's arrays live."""
