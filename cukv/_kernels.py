@@ -292,9 +292,11 @@ class _LaunchAttribute(ctypes.Structure):
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-# CUlaunchConfig: grid, CTA, shared memory, stream; then what all launches share: attributes.
-_pack_config = struct.Struct("=7I4xQ").pack_into
-_pack_attributes = struct.Struct("=40xQI4x").pack
+# CUlaunchConfig: grid, CTA and shared memory, packed before; stream; address and number of
+# attributes. Then what brings the parameters behind it to a multiple of 64 bytes.
+_CONFIG = "28s4xQQI4x8x"
+_CONFIG_BYTES = struct.calcsize(f"={_CONFIG}")
+_pack_geometry = struct.Struct("=7I").pack
 
 
 @functools.cache
@@ -313,12 +315,17 @@ class _Staging(threading.local):
         if is_available():
             cp.cuda.runtime.setDevice(getDevice())
         memory = (ctypes.c_char * 4096)()
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        address = ctypes.addressof(memory)
+        self._pointers = (ctypes.c_void_p * 1)(address + _CONFIG_BYTES)
         self._attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        config = ctypes.create_string_buffer(_pack_attributes(ctypes.addressof(self._attribute), 1))
-        # One look-up: memory of the parameters, the address of the driver's array of pointers to
-        # them; of an early launch its configuration, and the address of that.
-        self.places = memory, ctypes.addressof(self._pointers), config, ctypes.addressof(config)
+        # One look-up: memory of a launch's configuration and parameters, its address, those of the
+        # driver's array of pointers to parameters and of attributes.
+        self.places = (
+            memory,
+            address,
+            ctypes.addressof(self._pointers),
+            ctypes.addressof(self._attribute),
+        )
 
 
 @functools.cache
@@ -337,13 +344,15 @@ class _Split(NamedTuple):
 
     fixed: tuple[str, ...]  # names of the second part's fields
     pack: Callable[..., bytes]  # the second part, with the padding before it
-    pack_into: Callable[..., None]  # all of it: the first part's fields, the second part as packed
+    # A configuration, the first part's fields, and the second part as packed.
+    pack_into: Callable[..., None]
 
 
 class Kernel:
     """One loaded specialisation; calling it launches it on CuPy's current stream."""
 
     __slots__ = (
+        "_by_name",
         "_device",
         "_function",
         "_launch_early",
@@ -371,6 +380,8 @@ class Kernel:
         self._pack_into = self._split(self._layout.names).pack_into
         self._smem_bytes = _UNASKED_SMEM_BYTES
         self._staging = _staging()
+        # The last launch by name, and its grid, CTA and shared memory.
+        self._by_name: tuple[tuple[int, ...], Any] = (), None
 
     def __call__(self, grid: int, cta: int, smem_bytes: int = 0, /, **params: Any) -> None:
         """Launch ``grid`` CTAs of ``cta`` threads. Parameters are the fields of the struct."""
@@ -379,8 +390,12 @@ class Kernel:
             raise TypeError(f"{self._name}: takes {len(names)} parameters, got {sorted(params)}")
         if smem_bytes > self._smem_bytes:
             self._allow(smem_bytes)
-        values = map(params.__getitem__, names)
-        self._launch(grid, cta, smem_bytes, self._pack_into, b"", *values)
+        geometry = grid, cta, smem_bytes
+        last, launch = self._by_name
+        if last != geometry:
+            launch = self._launch(*geometry, self._pack_into, b"")
+            self._by_name = geometry, launch
+        launch(*map(params.__getitem__, names))
 
     def bind(
         self,
@@ -403,7 +418,7 @@ class Kernel:
         if smem_bytes > self._smem_bytes:
             self._allow(smem_bytes)
         packed = split.pack(*map(fixed.__getitem__, split.fixed))
-        return functools.partial(self._launch, grid, cta, smem_bytes, split.pack_into, packed)
+        return self._launch(grid, cta, smem_bytes, split.pack_into, packed)
 
     def _split(self, per_call: tuple[str, ...]) -> _Split:
         """Split the struct into the fields that each call gives and those that all share."""
@@ -414,7 +429,7 @@ class Kernel:
                 f"{self._name}: per_call must be the first of {list(names)}, got {list(per_call)}"
             )
         first, second = ("=" + "".join(part) for part in (codes[:n], codes[n:]))
-        whole = struct.Struct(f"{first}{size - struct.calcsize(first)}s")
+        whole = struct.Struct(f"={_CONFIG}{first[1:]}{size - struct.calcsize(first)}s")
         pack = struct.Struct(second).pack
         return self._splits.setdefault(per_call, _Split(names[n:], pack, whole.pack_into))
 
@@ -426,32 +441,32 @@ class Kernel:
             self._smem_bytes = max(self._smem_bytes, smem_bytes)
 
     def _launch(
-        self,
-        grid: int,
-        cta: int,
-        smem_bytes: int,
-        pack_into: Callable[..., None],
-        fixed: bytes,
-        *per_call: Any,
-    ) -> None:
-        if getDevice() != self._device:
-            with cp.cuda.Device(self._device):
-                self._launch(grid, cta, smem_bytes, pack_into, fixed, *per_call)
-            return
-        memory, address, config, config_address = self._staging.places
-        pack_into(memory, 0, *per_call, fixed)
-        if recorder.work is not None:
-            params = memory.raw[: self._layout.size]
-            recorder.work.append(functools.partial(self._repeat, grid, cta, smem_bytes, params))
-            return
-        stream = get_current_stream().ptr
-        if self._launch_early is None:
-            launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
-            return
-        _pack_config(config, 0, grid, 1, 1, cta, 1, 1, smem_bytes, stream)
-        error = self._launch_early(config_address, self._function, address, None)
-        if error:
-            raise RuntimeError(f"cukv: cuLaunchKernelEx gave CUDA error {error}")
+        self, grid: int, cta: int, smem_bytes: int, pack_into: Callable[..., None], fixed: bytes
+    ) -> BoundLaunch:
+        """Give a launch. All that it needs is a local name of its own, which is found soonest."""
+        device, function, staging, early = (
+            self._device, self._function, self._staging, self._launch_early
+        )  # fmt: skip
+        num_bytes = self._layout.size
+        geometry = _pack_geometry(grid, 1, 1, cta, 1, 1, smem_bytes)
+
+        def launch(*per_call: Any) -> None:
+            if getDevice() != device:
+                with cp.cuda.Device(device):
+                    launch(*per_call)
+                return
+            memory, config, params, attributes = staging.places
+            stream = get_current_stream().ptr
+            pack_into(memory, 0, geometry, stream, attributes, 1, *per_call, fixed)
+            if recorder.work is not None:
+                packed = ctypes.string_at(config + _CONFIG_BYTES, num_bytes)
+                recorder.work.append(functools.partial(self._repeat, grid, cta, smem_bytes, packed))
+            elif early is None:
+                launchKernel(function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, params, 0)
+            elif error := early(config, function, params, None):
+                raise RuntimeError(f"cukv: cuLaunchKernelEx gave CUDA error {error}")
+
+        return launch
 
     def _repeat(self, grid: int, cta: int, smem_bytes: int, params: bytes, stream: int) -> None:
         """Make a launch that was recorded; its device is the current one.
@@ -459,8 +474,8 @@ class Kernel:
         Never early: XLA captures what is repeated and updates its graphs, and CUDA updates none
         that has early launches.
         """
-        memory, address, _, _ = self._staging.places
-        ctypes.memmove(memory, params, len(params))
+        _, config, address, _ = self._staging.places
+        ctypes.memmove(config + _CONFIG_BYTES, params, len(params))
         launchKernel(self._function, grid, 1, 1, cta, 1, 1, smem_bytes, stream, address, 0)
 
 

@@ -86,6 +86,7 @@ class PagedAttention:
         "_aligned",
         "_head_dim_vo",
         "_kinds",
+        "_last",
         "_launches",
         "_maps",
         "_paged",
@@ -105,6 +106,8 @@ class PagedAttention:
         layout = self._aligned, self._paged
         self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, layout)
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        # Of the last call: its signature, and what was prepared.
+        self._last: tuple[tuple[Any, ...], Any] = (), None
         # Launches do not depend on the number of pages, which changes from step to step.
         self._launches: dict[tuple[Any, ...], _Launches] = {}
 
@@ -251,14 +254,20 @@ class PagedAttention:
             logits_soft_cap = check_soft_cap(op, logits_soft_cap)
         if type(window_left) is not int:
             window_left = check_window(op, window_left)
+        # Of q and out, which every call has, each field is looked up once, without a call.
+        q_at, out_at = q.data.ptr, 0
+        out_signature = None
+        if out is not None:
+            out_at = out.data.ptr
+            out_signature = (out.shape, out.dtype, out.strides, out_at % 16, out.data.device_id)
         arrays = (
-            array_signature(q),
+            (q.shape, q.dtype, q.strides, q_at % 16, q.data.device_id),
             causal,
             window_left,
             sm_scale,
             logits_soft_cap,
             None if sinks is None else array_signature(sinks),
-            None if out is None else array_signature(out),
+            out_signature,
             None if lse is None else array_signature(lse),
             custom_mask is not None,
             levels is not None,
@@ -273,19 +282,24 @@ class PagedAttention:
             None if levels is None else levels.signature,
             None if work is None else work.kind,
         )
-        prepared = self._prepared.get(signature)
-        if prepared is None:
-            call = call._replace(window_left=window_left)
-            logits = (sm_scale, logits_soft_cap, sinks)
-            prepared = self._prepare(call, logits, plan, (out, lse), arrays)
-            remember(self._prepared, signature, prepared)
+        last, prepared = self._last  # which is compared sooner than a signature is hashed
+        if last != signature:
+            prepared = self._prepared.get(signature)
+            if prepared is None:
+                call = call._replace(window_left=window_left)
+                logits = (sm_scale, logits_soft_cap, sinks)
+                prepared = self._prepare(call, logits, plan, (out, lse), arrays)
+                remember(self._prepared, signature, prepared)
+            self._last = signature, prepared
         factors = pack_scales(op, scales, table.device)
         if work is not None:
-            require_arrays(work, call)
+            if work.table is not table or work.qo_indptr is not qo_indptr:
+                require_arrays(work, call)
         else:
             work = work_of_call(call, plan, prepared.kind)
         if out is None:
             out = empty(op, (*q.shape[:2], self._head_dim_vo), output_dtype(q), cp, like=q)
+            out_at = out.data.ptr
         if lse is None and return_lse:
             lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
         if work is not None:
@@ -293,8 +307,8 @@ class PagedAttention:
                 _require_mask(op, work, custom_mask)
             arrays_at = (
                 table.packed,
-                q.data.ptr,
-                out.data.ptr,
+                q_at,
+                out_at,
                 0 if lse is None else lse.data.ptr,
                 0 if sinks is None else sinks.data.ptr,
                 0,  # windows begin at their distance
@@ -307,7 +321,7 @@ class PagedAttention:
                 packed, packed_leaves = work.packed
                 # v_scale comes once, and so do sinks
                 unscaled = (*factors[:2], UNIT_SCALE)
-                shared(table.packed, q.data.ptr, *levels.for_shared, packed, *unscaled)
+                shared(table.packed, q_at, *levels.for_shared, packed, *unscaled)
                 leaves(*arrays_at, levels.packed, packed_leaves, *factors)
         return (out, lse) if return_lse else out
 

@@ -444,9 +444,9 @@ class PagedKVCache(CacheNoun):
         memory for its work. Source: kernels/decode.cu, kernels/prefill_sm80.cu, kernels/plan.cu.
         """
         op = "PagedKVCache.decode"
-        if isinstance(q, RaggedTensor):
-            raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
         if type(q) is not cp.ndarray:
+            if isinstance(q, RaggedTensor):
+                raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
             q = as_array(op, "q", q)
         attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(

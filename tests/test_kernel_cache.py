@@ -324,7 +324,8 @@ def test_a_bound_launch_packs_what_a_call_by_name_packs(first, padded, fake_gpu)
     per_call = tuple(values)[:first]
     fixed = {name: values[name] for name in reversed(values) if name not in per_call}
     launch = padded.bind(3, 128, 64, per_call=per_call, **fixed)
-    ctypes.memset(_kernels._staging().places[0], 255, layout.size)
+    memory = _kernels._staging().places[0]
+    ctypes.memset(memory, 255, len(memory))
     launch(*(values[name] for name in per_call))
     assert fake_gpu[0] == fake_gpu[1]
     assert packed(fake_gpu[1], layout) == by_name
@@ -402,20 +403,25 @@ def test_kernels_that_wait_by_themselves_are_launched_early_where_that_exists(
 
     monkeypatch.setattr(FakeDevice, "compute_capability", capability)
     monkeypatch.setattr(_kernels, "_cu_launch_kernel_ex", lambda: launch_ex)
-    waits = _kernels.Kernel("plan", 0, FakeModule(None))
-    waits._launch(3, 64, 1024, lambda *_: None, b"")
+
+    def launch(name):
+        layout = _kernels.struct_layout(_kernels._params_struct(name), name)
+        zeros = struct.unpack(layout.format, bytes(layout.size))
+        params = dict(zip(layout.names, zeros, strict=True))
+        _kernels.Kernel(name, 0, FakeModule(None))(3, 64, 1024, **params)
+
+    launch("plan")
     if early:  # grid, CTA, shared memory, stream; one attribute: programmatic serialisation
         assert configs == [((3, 1, 1, 64, 1, 1, 1024, 1), 1, (6, 0, 1), 1, None)]
         assert fake_gpu == []
         monkeypatch.setattr(_kernels, "_cu_launch_kernel_ex", lambda: lambda *_: 1)
-        fails = _kernels.Kernel("plan", 0, FakeModule(None))
         with pytest.raises(RuntimeError, match="cuLaunchKernelEx gave CUDA error 1"):
-            fails._launch(3, 64, 1024, lambda *_: None, b"")
+            launch("plan")
     else:
         assert configs == []
         assert len(fake_gpu) == 1
     fake_gpu.clear()
-    _kernels.Kernel("seq_lens", 0, FakeModule(None))._launch(1, 32, 0, lambda *_: None, b"")
+    launch("seq_lens")
     assert len(fake_gpu) == 1  # does not wait by itself
 
 
@@ -459,4 +465,4 @@ def test_every_parameter_struct_fits_the_staging_memory():
     for name in _kernels.specialisations():
         struct_name = _kernels._params_struct(name)
         size = _kernels.struct_layout(struct_name, name).size
-        assert size <= len(_kernels._staging().places[0])
+        assert _kernels._CONFIG_BYTES + size <= len(_kernels._staging().places[0])
