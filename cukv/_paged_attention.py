@@ -161,13 +161,15 @@ class PagedAttention:
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         layout = op, self._pages, self._aligned
+        # Hopper's own kernel multiplies queries and keys as they are, which are of one dtype then.
+        paged = self._paged if q.dtype == self._pages.first.dtype else None
         served: tuple[Served, ...]
         if levels is None:
             sizes = (num_rows, group_size, table.batch_size, num_tokens)
-            served = choose_tiles(*layout, *sizes, one_row, batch_invariant, self._paged)
+            served = choose_tiles(*layout, *sizes, one_row, batch_invariant, paged)
         else:
-            # Only portable kernels have windows that begin where they are told.
-            paged = self._paged if levels.first_seen is None else None
+            if levels.first_seen is not None:
+                paged = None  # only portable kernels have windows that begin where they are told
             leaves = (levels.num_rows, group_size, levels.num_leaves, levels.num_leaf_tokens)
             served = choose_level_tiles(*layout, *leaves, paged)
             num_rows = levels.num_levels * levels.num_rows

@@ -72,6 +72,27 @@ def test_prefill_plans_and_attends(head_dim, causal, window_left, table, gpu):
             assert (sorted(launched[:-1]), launched[-1:]) == (sorted(planned), wants)
 
 
+# Hopper's own kernel multiplies what is of one dtype, as it is.
+@pytest.mark.parametrize(
+    ("q", "kv", "head_dim", "options", "on_hopper"),
+    [
+        ("bfloat16", "bfloat16", 128, {}, True),
+        ("bfloat16", "float8_e4m3fn", 128, {}, False),
+        ("float8_e4m3fn", "bfloat16", 128, {}, False),
+        ("float8_e5m2", "float16", 64, {}, False),
+    ],
+)
+def test_prefill_of_fp8(q, kv, head_dim, options, on_hopper, table, gpu):
+    rows = cukv.RaggedTensor(fake_cupy((NNZ, HEADS, head_dim), q), fake_cupy(BATCH + 1, "int32"))
+    k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, head_dim), kv), rows.indptr)
+    own = on_hopper and gpu.compute_capability == "90"
+    for cache in (pages(kv, head_dim), k):
+        call = rows.prefill if cache is k else cache.prefill
+        o = call(k, k, **options) if cache is k else call(rows, table, **options)
+        assert o.dtype.name == "bfloat16"
+        assert gpu.names() == ["plan", "prefill_sm90" if own else "prefill_sm80"]
+
+
 @pytest.mark.parametrize("num_qo_heads", [16, 128])
 def test_latent_decode_plans_and_attends(num_qo_heads, table, gpu):
     cache = cukv.MLAPagedCache(fake_cupy((12, PAGE_SIZE, 576), "bfloat16"))

@@ -250,6 +250,13 @@ def test_queries_and_results_of_any_strides_and_dtypes(head_dim, rng, forced):
     assert forced
 
 
+@pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_queries_of_another_dtype_than_the_keys_are_not_for_hopper(q_dtype, rng, forced):
+    case = PagedCase((300, 45), 16, 2, 128, dtype="bfloat16")
+    check(cp, case, rng, group_size=4, qo_lens=(200, 40), q_dtype=q_dtype, causal=True)
+    assert not forced
+
+
 # A plan belongs to a geometry: the portable kernel takes the layers that no map reads.
 def test_a_plan_serves_layers_that_no_map_reads(rng, forced):
     case = PagedCase((300, 45), 16, 2, 128, dtype="bfloat16", form="pair")
