@@ -185,6 +185,10 @@ _ASKED = {
         "`prefill`",
         "63 rows and a chunk of 2048, each on 8192 keys",
     ),
+    "test_mla_decode_keeps_its_rate_beside_whole_parts": (
+        "MLA `decode`",
+        "66 to 130 requests, mixed lengths; 16 and 128 heads",
+    ),
     "test_mla_decode_of_fp8_beside_bfloat16": ("MLA `decode`", "128 x 4096 latent rows in fp8"),
     "test_cascade_of_a_common_prompt": ("cascade `attend`", "a common prompt"),
     "test_cascade_of_a_random_prefix_tree": ("cascade `attend`", "random prefix trees"),

@@ -1,7 +1,8 @@
 """Attention over latent rows: 1152 bytes each in bfloat16, 640 with ckv in fp8."""
 
+import numpy as np
 import pytest
-from inputs import Shape, growth, shapes
+from inputs import HOME, Shape, growth, shapes
 from works import mla
 
 pytestmark = pytest.mark.gpu
@@ -20,19 +21,36 @@ def sizes(shape):
     return f"b{shape.batch_size}{rows}_kv{shape.kv_len}_h{shape.num_qo_heads}"
 
 
+def mixed_lens():
+    """Give lengths of 128 requests whose mean is near 4096."""
+    return [int(n) for n in np.random.default_rng(0).integers(400, 7792, 128)]
+
+
 SIZES = ((128, 4096, 128), (128, 4096, 16), (16, 4096, 16), (1, 65536, 128), (1, 4096, 128))
 
 
-# Batches beside the round ones, and rows of multi-token prediction.
+# Also rows of multi-token prediction.
 @shapes(
     *(latent(*size) for size in SIZES),
-    *(latent(batch_size, 4096, 128) for batch_size in (66, 100, 127, 130)),
     latent(64, 4096, 16, qo_len=2),
     latent(64, 4096, 128, qo_len=2),
     name=sizes,
 )
 def test_mla_decode(measure, shape):
     measure(mla(shape), shape)
+
+
+# Batches beside 128, whose requests are whole parts of an H200, and lengths of all kinds.
+@pytest.mark.parametrize("heads", [128, 16])
+@pytest.mark.parametrize("batch", [66, 100, 127, 130, "mixed"])
+def test_mla_decode_keeps_its_rate_beside_whole_parts(measure, batch, heads):
+    uniform = latent(128, 4096, heads)
+    lens = mixed_lens() if batch == "mixed" else [4096] * batch
+    if HOME.xp is np:  # a rehearsal
+        uniform, lens = uniform.small(), [min(n, 90) for n in lens[:4]]
+    took = measure(mla(uniform, kv_lens=lens), uniform=mla(uniform))
+    share = sum(lens) / (uniform.batch_size * uniform.kv_len)
+    measure.ask(1.17, "of the time of a key of 128 x 4096", took["this"] / took["uniform"] / share)
 
 
 @growth(

@@ -230,14 +230,18 @@ def tree(shape: Shape) -> Any:
 # Latent attention
 
 
-def mla(shape: Shape, kpe_dtype: str | None = None) -> Work:
-    """Attend over latent rows of 512 + 64; ckv of the shape's dtype, kpe of another if named."""
+def mla(shape: Shape, kpe_dtype: str | None = None, kv_lens: Any = None) -> Work:
+    """Attend over latent rows of 512 + 64; ckv of the shape's dtype, kpe of another if named.
+
+    ``kv_lens`` replace the shape's batch size and length.
+    """
     kpe_dtype = kpe_dtype or shape.dtype
-    kv_lens, rows = [shape.kv_len] * shape.batch_size, [shape.qo_len] * shape.batch_size
+    kv_lens = kv_lens or [shape.kv_len] * shape.batch_size
+    rows = [shape.qo_len] * len(kv_lens)
     heads, tokens = shape.num_qo_heads, sum(kv_lens)
     row_bytes = 512 * itemsize(shape.dtype) + 64 * itemsize(kpe_dtype)
     nbytes = tokens * row_bytes + sum(rows) * heads * (512 + 64 + 512) * 2
-    both = shape.batch_size * pairs(shape.qo_len, shape.kv_len, shape.causal and shape.qo_len > 1)
+    both = sum(pairs(shape.qo_len, n, shape.causal and shape.qo_len > 1) for n in kv_lens)
     pages = num_pages(kv_lens, shape.page_size)
     each = [_latent_cache(pages, shape, kpe_dtype) for _ in range(num_sets(nbytes))]
     table = page_table(kv_lens, shape.page_size)
@@ -253,7 +257,7 @@ def mla(shape: Shape, kpe_dtype: str | None = None) -> Work:
 
     def check(result: Any) -> None:
         got, want = [], []
-        for request in some(shape.batch_size):
+        for request in some(len(kv_lens)):
             ckv, kpe = (tokens_of(x, table, request) for x in (each[-1].ckv, each[-1].kpe))
             ckv, kpe = ckv.astype(np.float64), kpe.astype(np.float64)
             for i in some(shape.qo_len):
