@@ -38,7 +38,7 @@ from cukv._launches import (
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
 from cukv._specialisations import DecodeTile, Sm90Tile, decode_tiles, sm90_tiles
-from cukv._tensor_maps import KvMaps, are_paged, kv_maps
+from cukv._tensor_maps import NO_KV_MAPS, KvMaps, copies_of, kv_maps
 from cukv._tiles import Grid, Served, choose_grid, choose_level_tiles, choose_tiles, portable_tile
 from cukv.masks import PackedMask
 from cukv.page_table import PageTable
@@ -84,12 +84,12 @@ class PagedAttention:
 
     __slots__ = (
         "_aligned",
+        "_copies",
         "_head_dim_vo",
         "_kinds",
         "_last",
         "_launches",
         "_maps",
-        "_paged",
         "_pages",
         "_prepared",
     )
@@ -100,10 +100,10 @@ class PagedAttention:
         self._head_dim_vo = v.array.shape[3]
         row_bytes = [pages.array.shape[3] * pages.dtype.itemsize for pages in (k, v)]
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
-        self._paged = are_paged(pages)  # what tensor maps can read; None: they cannot
+        self._copies = copies_of(pages, self._aligned)  # on Hopper; None: there are none
         self._maps: KvMaps | None = None  # not made yet
         shapes = k.array.shape[1:], v.array.shape[1:]
-        layout = self._aligned, self._paged
+        layout = self._aligned, self._copies
         self._kinds = _kinds_of(type(pages).__name__, shapes, k.dtype, k.device, layout)
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
         # Of the last call: its signature, and what was prepared.
@@ -162,16 +162,16 @@ class PagedAttention:
         num_tokens = table.indices.size * table.page_size
         layout = op, self._pages, self._aligned
         # Hopper's own kernel multiplies queries and keys as they are, which are of one dtype then.
-        paged = self._paged if q.dtype == self._pages.first.dtype else None
+        copies = self._copies if q.dtype == self._pages.first.dtype else None
         served: tuple[Served, ...]
         if levels is None:
             sizes = (num_rows, group_size, table.batch_size, num_tokens)
-            served = choose_tiles(*layout, *sizes, one_row, batch_invariant, paged)
+            served = choose_tiles(*layout, *sizes, one_row, batch_invariant, copies)
         else:
             if levels.first_seen is not None:
-                paged = None  # only portable kernels have windows that begin where they are told
+                copies = None  # only portable kernels have windows that begin where they are told
             leaves = (levels.num_rows, group_size, levels.num_leaves, levels.num_leaf_tokens)
-            served = choose_level_tiles(*layout, *leaves, paged)
+            served = choose_level_tiles(*layout, *leaves, copies)
             num_rows = levels.num_levels * levels.num_rows
         device = self._pages.first.device
         tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
@@ -385,6 +385,8 @@ class PagedAttention:
 
     def _kv_maps(self, tile: Sm90Tile) -> KvMaps:
         """Give the tensor maps of keys and values, made once."""
+        if not tile.mapped:
+            return NO_KV_MAPS
         if self._maps is None:
             self._maps = kv_maps(self._pages, tile.tokens, tile.head_dim, tile.head_dim_vo)
         return self._maps
@@ -409,10 +411,13 @@ class PagedAttention:
             return suited if suited in decode_tiles() else tile, grid
         if not isinstance(tile, Sm90Tile):
             return tile, grid
-        capped = bool(options["logits_soft_cap"])
-        tile = tile._replace(capped=capped, masked=call.custom_mask is not None)
-        if tile.paged == self._paged and tile in sm90_tiles():
-            return tile, grid
+        if self._copies is not None:
+            capped, masked = bool(options["logits_soft_cap"]), call.custom_mask is not None
+            own = tile._replace(**self._copies._asdict(), capped=capped, masked=masked)
+            # A plan of ragged keys was not told of values, of which only maps may copy too much.
+            fits = own.mapped or own.head_dim_vo == self._head_dim_vo
+            if fits and own in sm90_tiles():
+                return own, grid
         heads = int(self._pages.first.array.shape[2])
         grid = Grid(grid.num_parts * heads, grid.num_parts, heads)
         return portable_tile(tile, self._aligned), grid

@@ -202,12 +202,13 @@ class PrefillTile(NamedTuple):
 
 
 class Sm90Tile(NamedTuple):
-    """Geometry of one specialisation of ``prefill_sm90``: keys come by tensor maps."""
+    """Geometry of one specialisation of ``prefill_sm90``."""
 
     dtype: Any  # of queries and cache
     head_dim: int  # elements of a key
     head_dim_vo: int
-    paged: bool  # a step is pieces of pages, not consecutive rows
+    paged: bool  # a step is tokens of pages, not consecutive rows
+    mapped: bool = True  # keys come by tensor maps; else token by token, 16 bytes at a time
     capped: bool = False  # logits are soft-capped
     masked: bool = False  # the work list has a custom mask
 
@@ -288,6 +289,7 @@ class Sm90Tile(NamedTuple):
             "PAGED": str(self.paged).lower(),
             "SOFT_CAP": str(self.capped).lower(),
             "MASKED": str(self.masked).lower(),
+            "MAPPED": str(self.mapped).lower(),
         }
 
 
@@ -440,8 +442,9 @@ LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
 
 # Largest sizes of a key and of a value that a tile holds; the first that fits serves a call.
 _HEAD_DIMS = ((64, 64), (128, 128), (256, 128), (256, 256))
-# Sizes that prefill_sm90 has tiles for, each exactly; of (192, 128) not for pages under a mask,
-# which take registers that are not there. None has both a cap and a mask, which are rare together.
+# Sizes that prefill_sm90 has tiles for, each exactly; of (192, 128) not for pieces of pages under a
+# mask, which take registers that are not there. None has both a cap and a mask, which are rare
+# together.
 _SM90_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
@@ -472,12 +475,12 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
 def sm90_tiles() -> tuple[Sm90Tile, ...]:
     """Every tile of ``prefill_sm90``."""
     return tuple(
-        Sm90Tile(dtype, *dims, paged, capped, masked)
+        Sm90Tile(dtype, *dims, paged, mapped, capped, masked)
         for dtype in (BFLOAT16, FLOAT16)
         for dims in _SM90_HEAD_DIMS
-        for paged in (False, True)
+        for paged, mapped in ((False, True), (True, True), (True, False))
         for capped, masked in ((False, False), (True, False), (False, True))
-        if dims != (192, 128) or not (paged and masked)
+        if dims != (192, 128) or not (paged and mapped and masked)
     )
 
 

@@ -26,6 +26,7 @@ SPAN_BYTES = 128
 GROUP = 8  # tokens that a swizzle pattern spans
 MAX_STRIDE = 1 << 40  # bytes, exclusive
 MAX_SIZE = 1 << 31  # of an axis, so that coordinates are int32
+MAX_UNITS = 1 << 31  # from the first token of a cache to any other
 
 # CUtensorMapDataType, ...Swizzle, ...L2promotion of cuda.h
 DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}
@@ -48,6 +49,13 @@ class Box(NamedTuple):
 NO_MAP = bytes(_MAP_BYTES)
 
 
+class Copies(NamedTuple):
+    """How ``prefill_sm90`` has keys and values copied."""
+
+    paged: bool  # a step is tokens of pages, not consecutive rows
+    mapped: bool  # by tensor maps; else token by token
+
+
 class KvMaps(NamedTuple):
     """What ``PrefillSm90Params`` says of keys and values."""
 
@@ -58,13 +66,26 @@ class KvMaps(NamedTuple):
     piece_bits: int
 
 
-def are_paged(pages: PagePair) -> bool | None:
-    """Tell whether copies are pieces of pages or consecutive rows; None: no map reads these."""
-    if not all(_can_be_mapped(p.array) for p in pages):
-        return None
-    if pages.consecutive:
-        return False
-    return None if pages.page_size % GROUP else True
+NO_KV_MAPS = KvMaps(NO_MAP, NO_MAP, 0, 0, 0)
+
+
+def copies_of(pages: PagePair, aligned: bool) -> Copies | None:
+    """Tell how keys and values are copied: by maps where these can be; None: not at all."""
+    if all(_can_be_mapped(p.array) for p in pages):
+        if pages.consecutive:
+            return Copies(paged=False, mapped=True)
+        if pages.page_size % GROUP == 0:
+            return Copies(paged=True, mapped=True)
+    if aligned and all(_is_in_reach(p.array) for p in pages):
+        return Copies(paged=True, mapped=False)
+    return None
+
+
+def _is_in_reach(array: Array) -> bool:
+    """Tell whether ``kernels/common/token_server.cuh`` finds all tokens: 16 bytes are a unit."""
+    steps = zip(array.shape[:2], array.strides[:2], strict=True)
+    reach: int = sum((n - 1) * abs(stride) for n, stride in steps)
+    return reach < MAX_UNITS * 16
 
 
 def _can_be_mapped(array: Array) -> bool:
@@ -174,7 +195,7 @@ class MappedLaunch:
 
 
 def kv_maps(pages: PagePair, step_tokens: int, head_dim: int, head_dim_vo: int) -> KvMaps:
-    """Make the maps of keys and values that ``are_paged`` allows."""
+    """Make the maps of keys and values that ``copies_of`` allows."""
     k, v = (p.array for p in pages)
     k_spans, v_spans = (a.strides[2] // SPAN_BYTES if a.shape[2] > 1 else 0 for a in (k, v))
     return KvMaps(

@@ -18,6 +18,7 @@ from cukv._specialisations import (
 if TYPE_CHECKING:
     from cukv._pages import PagePair
     from cukv._specialisations import LatentTile, Tile
+    from cukv._tensor_maps import Copies
 
 _SHORT_TOKENS = 2048  # of a request
 _BRIEF_TOKENS = 1024  # of a cascade's leaf
@@ -60,12 +61,12 @@ def choose_tiles(
     num_tokens: int,
     one_row: bool,
     batch_invariant: bool,
-    paged: bool | None,
+    copies: Copies | None,
 ) -> tuple[Served, ...]:
     """Choose a tile by the sizes of a call, or two: for requests of few rows and of many.
 
-    A batch-invariant one must not depend on the batch. ``paged`` tells of keys and values that
-    tensor maps can read whether they lie in pages; None: they cannot.
+    A batch-invariant one must not depend on the batch. ``copies`` tell how a kernel of Hopper's
+    would copy keys and values; None: it cannot.
     """
     tiles = _fitting(op, pages, aligned, batch_size, num_tokens, batch_invariant)
 
@@ -76,7 +77,7 @@ def choose_tiles(
     if one_row or batch_invariant:
         return (Served(_of_rows(tiles, packed), *_ALL_ROWS),)
     if batch_size == 1 or num_rows * group_size <= _FEW_ROWS:
-        return (Served(_on_hopper(_of_rows(tiles, packed), pages, paged), *_ALL_ROWS),)
+        return (Served(_on_hopper(_of_rows(tiles, packed), pages, copies), *_ALL_ROWS),)
     # A long prompt may be among requests of a row or few, whatever the average.
     few = [tile for tile in tiles if tile.rows <= _SHORT_ROWS]
     many_rows = [tile for tile in tiles if tile.rows > _SHORT_ROWS]
@@ -85,7 +86,7 @@ def choose_tiles(
     return (
         Served(_of_rows(few, packed if packed <= _SHORT_ROWS else group_size), 0, _SHORT_ROWS),
         Served(
-            _on_hopper(_of_rows(many_rows, packed), pages, paged), _SHORT_ROWS + 1, _ALL_ROWS[1]
+            _on_hopper(_of_rows(many_rows, packed), pages, copies), _SHORT_ROWS + 1, _ALL_ROWS[1]
         ),
     )
 
@@ -98,7 +99,7 @@ def choose_level_tiles(
     group_size: int,
     batch_size: int,
     num_tokens: int,
-    paged: bool | None,
+    copies: Copies | None,
 ) -> tuple[Served, Served]:
     """Choose tiles for what a cascade's leaves share, and for its leaves, whose sizes are given.
 
@@ -109,7 +110,7 @@ def choose_level_tiles(
     tiles = _fitting(*sizes, batch_invariant=False)
     few = _fitting(*sizes, batch_invariant=False, most_rows=_SHORT_ROWS)
     packed = -(-num_rows * group_size // max(batch_size, 1))
-    shared = _on_hopper(_of_rows(tiles, _ALL_ROWS[1]), pages, paged)
+    shared = _on_hopper(_of_rows(tiles, _ALL_ROWS[1]), pages, copies)
     leaves = _of_rows(few, packed if packed <= _SHORT_ROWS else group_size)
     # While one of an SM's four CTAs ends an item and begins the next, the others keep the memory
     # busy: 256 leaves of 128 tokens took an H200 39 us, and 44 with two CTAs of two buffers a warp.
@@ -176,13 +177,14 @@ def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:
     return next(tile for tile in tiles if tile.rows == rows)
 
 
-def _on_hopper(tile: Tile, pages: PagePair, paged: bool | None) -> Tile:
+def _on_hopper(tile: Tile, pages: PagePair, copies: Copies | None) -> Tile:
     """Give Hopper's own tile in place of a portable one, where there is one."""
     k, v = pages.first.array, pages.second.array
-    if isinstance(tile, PrefillTile) and runs_on("prefill_sm90", arch_of(pages.first.device)):
+    hopper = runs_on("prefill_sm90", arch_of(pages.first.device))
+    if isinstance(tile, PrefillTile) and hopper and copies is not None:
+        sizes = (k.dtype, k.shape[3], v.shape[3], *copies, tile.rows)
         for other in sm90_tiles():
-            sizes = (k.dtype, k.shape[3], v.shape[3], paged, tile.rows)
-            if (*other[:4], other.rows) == sizes:
+            if (*other[:5], other.rows) == sizes:
                 return other
     return tile
 

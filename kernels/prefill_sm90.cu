@@ -1,5 +1,4 @@
-// prefill_sm90 -- attend from tiles of 128 packed query rows to keys that a tensor map reads, on
-// sm_90a.
+// prefill_sm90 -- attend from tiles of 128 packed query rows to keys, on sm_90a.
 //
 //   s[r, j] = sm_scale * q[r] . k[j] (soft-capped), for the keys j of the item that row r sees
 //   o[r] = sum_j softmax(s[r])[j] * v[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
@@ -10,6 +9,8 @@
 //   warp 0  copies keys, a step of TOKENS at a time          warp 1    copies values
 //   warps 2, 3  bring a team's queries and take its results  warps 4-7, 8-11  teams 0, 1
 //
+// Copies are by tensor maps, whole steps or pieces of pages at a time; where no map can describe
+// pages or strides, they are by the two warps' lanes, token by token.
 // Teams never pause between items: the first scores of an item are computed together with the last
 // sums of the one before, whose results go out through the memory of its queries. Under a custom
 // mask a step is an entry of the tile (common/mask.cuh), or half of one: its class comes with its
@@ -21,6 +22,7 @@
 #include "common/kv_server.cuh"
 #include "common/row_server.cuh"
 #include "common/team.cuh"
+#include "common/token_server.cuh"
 
 namespace cukv {
 
@@ -50,13 +52,16 @@ template <
     int K_STAGES_,
     int V_STAGES_,
     bool PAGED_,
-    bool MASKED_>
+    bool MASKED_,
+    bool MAPPED_>
 struct PrefillSm90Cta {
     static constexpr int TOKENS = TOKENS_, K_STAGES = K_STAGES_, V_STAGES = V_STAGES_;
     static constexpr int SLOTS = SLOTS_;  // items whose queries or results are here
     static constexpr int DEALT = 4;       // items that were dealt and not yet begun by all
     static constexpr bool PAGED = PAGED_;
     static constexpr bool MASKED = MASKED_;  // the work list has a mask
+    static constexpr bool MAPPED = MAPPED_;  // keys come by tensor maps; else token by token
+    static_assert(PAGED || MAPPED, "tokens are those of pages");
     static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
     static constexpr int THREADS = (TEAMS + 1) * TEAM_THREADS;
     // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has.
@@ -85,11 +90,11 @@ struct PrefillSm90Cta {
         uint64_t dealt_full[DEALT], dealt_empty[DEALT];
         uint64_t q_full[SLOTS][TEAMS], o_full[SLOTS][TEAMS];
         uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
-        uint64_t v_landed;             // values whose last rows are still to be zeroed
-        uint32_t k_dropped[K_STAGES];  // pieces of a step whose page does not exist
-        int32_t k_entry[K_STAGES];     // of a step, the mask's
-        int32_t last[TEAMS];           // whether the team has the last ticket
-        float unread[TEAMS * 4];       // of each warp
+        uint64_t v_landed;  // values whose last rows are still to be zeroed
+        uint32_t k_dropped[K_STAGES][DroppedKeys<MAPPED>::WORDS];
+        int32_t k_entry[K_STAGES];  // of a step, the mask's
+        int32_t last[TEAMS];        // whether the team has the last ticket
+        float unread[TEAMS * 4];    // of each warp
     };
 
     static __device__ __forceinline__ void set_up(Smem& smem) {
@@ -128,11 +133,12 @@ template <
     int V_STAGES,
     bool PAGED,
     bool SOFT_CAP,
-    bool MASKED>
+    bool MASKED,
+    bool MAPPED>
 __global__ void __launch_bounds__(384, 1)
     prefill_sm90(const __grid_constant__ PrefillSm90Params p) {
     using Cta = PrefillSm90Cta<
-        KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, K_STAGES, V_STAGES, PAGED, MASKED>;
+        KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, K_STAGES, V_STAGES, PAGED, MASKED, MAPPED>;
     static_assert(Cta::THREADS == 384, "as the launch bounds say");
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
@@ -150,9 +156,17 @@ __global__ void __launch_bounds__(384, 1)
     if (warp_idx < 4) {
         setmaxnreg_dec<Cta::SERVER_REGISTERS>();
         if (warp_idx == 0) {
-            serve_keys<Cta>(p, smem);
+            if constexpr (MAPPED) {
+                serve_keys<Cta>(p, smem);
+            } else {
+                serve_key_tokens<Cta>(p, smem);
+            }
         } else if (warp_idx == 1) {
-            serve_values<Cta>(p, smem);
+            if constexpr (MAPPED) {
+                serve_values<Cta>(p, smem);
+            } else {
+                serve_value_tokens<Cta>(p, smem);
+            }
         } else {
             RowServer<Cta, PrefillSm90Params>{p, smem, warp_idx - 2}.serve();
         }

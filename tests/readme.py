@@ -26,6 +26,7 @@ from gpu_record import digest
 from cukv import _tiles
 from cukv._arrays import BFLOAT16, FLOAT8_E4M3
 from cukv._specialisations import latent_tiles, runs_on
+from cukv._tensor_maps import Copies
 
 TREE = Path(__file__).parent.parent
 RECORD = TREE / "tests" / "bench" / "record.json"
@@ -414,13 +415,16 @@ HEAD_DIMS = {
 _WITHIN = {"64": "to 128", "128": "to 128", "192 / 128": "to 256 / 128", "256": "to 256"}
 
 
+IN_PIECES = Copies(paged=True, mapped=True)
+
+
 def kernels_of(
     generation: Generation,
     dtype: Any,
     dims: tuple[int, int],
     *,
     one_row: bool,
-    paged: bool = True,
+    copies: Copies = IN_PIECES,
     aligned: bool = True,
 ) -> tuple[str, ...]:
     """Give the kernels that serve a batch on a GPU of a generation: none, one or two of them."""
@@ -433,7 +437,7 @@ def kernels_of(
     with on(generation):
         try:
             served = _tiles.choose_tiles(
-                "decode", pages, aligned, rows, 4, 64, 64 * 1024, one_row, False, paged
+                "decode", pages, aligned, rows, 4, 64, 64 * 1024, one_row, False, copies
             )
         except NotImplementedError:
             return ()
@@ -483,10 +487,10 @@ def _cell(kernels: tuple[str, ...]) -> str:
     return ", ".join(f"`{kernel}`" for kernel in kernels) or "no"
 
 
-_CALLS: dict[str, dict[str, bool]] = {
+_CALLS: dict[str, dict[str, Any]] = {
     "`decode`": {"one_row": True},
     "`prefill`, paged": {"one_row": False},
-    "`prefill`, ragged": {"one_row": False, "paged": False},
+    "`prefill`, ragged": {"one_row": False, "copies": Copies(paged=False, mapped=True)},
 }
 
 

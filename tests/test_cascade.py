@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
 from cukv import CascadeLevels, PagedKVCache, PageTable, RaggedTensor, _tiles, reference
+from cukv._tensor_maps import Copies
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PAGE = 4
@@ -907,24 +908,25 @@ def test_levels_do_not_mix_homes():
 
 
 @pytest.mark.parametrize(
-    ("arch", "paged", "shared_by"),
-    [("sm_90a", True, "prefill_sm90"), ("sm_90a", None, "prefill_sm80"),
-     ("sm_80", True, "prefill_sm80")],
+    ("arch", "copies", "shared_by"),
+    [("sm_90a", Copies(True, True), "prefill_sm90"),
+     ("sm_90a", Copies(True, False), "prefill_sm90"),
+     ("sm_90a", None, "prefill_sm80"), ("sm_80", Copies(True, True), "prefill_sm80")],
 )  # fmt: skip
 def test_leaves_are_decoded_and_what_they_share_has_the_widest_tiles(
-    arch, paged, shared_by, monkeypatch
+    arch, copies, shared_by, monkeypatch
 ):
     monkeypatch.setattr(_tiles, "arch_of", lambda device: arch)
     monkeypatch.setattr(_tiles, "num_sms", lambda device: 108)
     monkeypatch.setattr(_tiles, "smem_limits", lambda device: (163 << 10, 164 << 10))
     cache = PagedKVCache(fake_cupy((9, 2, 16, 2, 128), "bfloat16"))
     sizes = {"num_rows": 64, "group_size": 4, "batch_size": 64, "num_tokens": 64 * 300}
-    shared, leaves = _tiles.choose_level_tiles("op", cache._pages, True, **sizes, paged=paged)
+    shared, leaves = _tiles.choose_level_tiles("op", cache._pages, True, **sizes, copies=copies)
     assert (shared.tile.kernel, shared.tile.rows) == (shared_by, 128)
     assert (leaves.tile.kernel, leaves.tile.rows) == ("decode", 8)
     monkeypatch.setattr(_tiles, "smem_limits", lambda device: (40 << 10, 64 << 10))
     with pytest.raises(NotImplementedError, match=r"op: head_dim=128 needs .* this GPU has 40960"):
-        _tiles.choose_level_tiles("op", cache._pages, True, **sizes, paged=paged)
+        _tiles.choose_level_tiles("op", cache._pages, True, **sizes, copies=copies)
 
 
 @pytest.mark.parametrize(
@@ -945,7 +947,7 @@ def test_many_short_leaves_have_a_tile_of_their_own(
     monkeypatch.setattr(_tiles, "num_sms", lambda device: 132)
     monkeypatch.setattr(_tiles, "smem_limits", lambda device: ((smem_kb - 1) << 10, smem_kb << 10))
     cache = PagedKVCache(fake_cupy((9, 2, 16, heads, 128), dtype))
-    sizes = (64, 4, 64, 64 * tokens, True)  # rows, heads of a group, leaves, tokens; in pages
+    sizes = (64, 4, 64, 64 * tokens, None)  # rows, heads of a group, leaves, tokens; no copies
     _, leaves = _tiles.choose_level_tiles("op", cache._pages, True, *sizes)
     assert (leaves.tile.brief, leaves.tile.rows) == (brief, 8)
     grid = _tiles.choose_grid(leaves.tile, heads, 0)

@@ -1,16 +1,25 @@
 """Hopper's own prefill: wherever it can be launched it gives what the definition gives.
 
-The cases are those of the portable kernel, with Hopper's kernel chosen for all that tensor maps can
-read, however few rows there are; and what only that kernel has: copies of pieces of pages, pages
-that do not exist, tiles of items that any CTA may take, scores far above those before, entries of
-masks as steps.
+The cases are those of the portable kernel, with Hopper's kernel chosen for all that it has tiles
+for, however few rows there are; and what only that kernel has: copies of pieces of pages and of
+single tokens, pages that do not exist, tiles of items that any CTA may take, scores far above those
+before, entries of masks as steps.
 """
 
 import cupy as cp
 import numpy as np
 import pytest
 from cases import PagedCase, indptr_of, random_rows
-from test_decode import LENS, PAGE_CASES, ROWS, assert_attends, attend, check, define
+from test_decode import (
+    LENS,
+    PAGE_CASES,
+    ROWS,
+    assert_attends,
+    attend,
+    check,
+    define,
+    shared_pages,
+)
 from test_prefill import GRID, KINDS, Call
 from test_ragged import assert_is_prefill, prefill_arrays
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
@@ -36,11 +45,11 @@ def forced(monkeypatch):
     choose = _paged_attention.choose_tiles
 
     def choose_hopper(op, pages, aligned, *sizes):
-        *_, one_row, batch_invariant, paged = sizes
+        *_, one_row, batch_invariant, copies = sizes
         k, v = (p.array for p in pages)
-        wanted = (k.dtype, k.shape[3], v.shape[3], paged)
+        wanted = (k.dtype, k.shape[3], v.shape[3], *(copies or ()))
         for tile in () if one_row or batch_invariant else sm90_tiles():
-            if tile[:4] == wanted:
+            if tile[:5] == wanted:
                 chosen.append(tile)
                 return (Served(tile, *_ALL_ROWS),)
         return choose(op, pages, aligned, *sizes)
@@ -57,18 +66,21 @@ def planned_on_hopper(plan):
     return isinstance(tile, Sm90Tile)
 
 
-MAPPED = [case for case in PAGE_CASES if case.page_size % 8 == 0]
+def is_mapped(page_size):
+    """Tell whether tensor maps can read pages of a size, wherever they lie."""
+    return page_size % 8 == 0
 
 
-@pytest.mark.parametrize("case", MAPPED, ids=str)
-def test_any_page_size_of_whole_eights_layout_and_form(case, rng, forced):
+@pytest.mark.parametrize("case", PAGE_CASES, ids=str)
+def test_any_page_size_layout_and_form(case, rng, forced):
     qo_lens = [(1, 3, 0, 2)[b % 4] for b in range(case.batch_size)]
     check(cp, case, rng, qo_lens=qo_lens, causal=True)
-    assert forced
+    assert {t.mapped for t in forced} == {is_mapped(case.page_size)}
 
 
-# Every width; pieces of pages that a step of keys holds 16, 8, 2 and 1 of, or a part of.
-@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 256])
+# Every width; pieces of pages that a step of keys holds 16, 8, 2 and 1 of, or a part of; pages that
+# steps begin and end within.
+@pytest.mark.parametrize("page_size", [1, 3, 5, 8, 16, 17, 24, 64, 200, 256, 300])
 @pytest.mark.parametrize("tile", sorted({t[1:3] for t in sm90_tiles() if t.paged}), ids=str)
 def test_every_width_takes_every_kind_of_page(tile, page_size, rng, forced):
     form = "5d" if tile[0] == tile[1] else "pair"
@@ -77,15 +89,52 @@ def test_every_width_takes_every_kind_of_page(tile, page_size, rng, forced):
     )
     for causal in (True, False):
         check(cp, case, rng, group_size=2, qo_lens=(3, 2, 300, 30), causal=causal)
-    assert {t[1:3] for t in forced} == {tile}
+    assert {(t[1:3], t.mapped) for t in forced} == {(tile, is_mapped(page_size))}
 
 
-@pytest.mark.parametrize("rows", [r for r in ROWS if r.page_size % 8 == 0], ids=str)
+@pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_any_rows(rows, rng, forced):
     case = PagedCase(rows.kv_lens, rows.page_size, 2, 64, dtype=rows.dtype, index_dtype="int64")
     options = {"causal": rows.causal, "window_left": rows.window_left}
     check(cp, case, rng, group_size=rows.group_size, qo_lens=rows.qo_lens, **options)
     assert bool(forced) == (not rows.dtype.startswith("float8"))
+
+
+# Requests that share pages, and have some twice; long ids.
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_pages_may_be_shared(page_size, rng, forced):
+    case = PagedCase((300 * page_size,), page_size, 2, 128, dtype="bfloat16", index_dtype="int64")
+    arrays = shared_pages(case, (200, 0, 31, 700), rng)
+    check(cp, case, rng, arrays=arrays, qo_lens=(150, 1, 31, 90), causal=True)
+    assert {t.mapped for t in forced} == {False}
+
+
+# Pages and ragged rows that lie apart, backwards, at other multiples of 16 bytes than of 128.
+def view_of(x, kind):
+    """Copy an array [rows, ..., heads, dim] to where no tensor map reads it."""
+    *outer, heads, dim = x.shape
+    if kind == "backwards":
+        return cp.asarray(x[::-1, ..., ::-1, :].copy())[::-1, ..., ::-1, :]
+    wide = cp.empty((*outer, heads + 1, dim + 8), x.dtype)
+    wide.view("u2")[...] = 0x7FFF
+    view = wide[..., 1:, 8:]
+    view[...] = cp.asarray(x)
+    return view
+
+
+@pytest.mark.parametrize("head_dim", sorted({t.head_dim for t in sm90_tiles() if not t.mapped}))
+@pytest.mark.parametrize("kind", ["backwards", "padded"])
+def test_strides_that_no_map_takes(kind, head_dim, rng, forced):
+    call = Call(rng, [(70, 333), (1, 65), (129, 1000)], heads=(4, 2), dims=(head_dim, head_dim))
+    cache, table = call.case.nouns(call.arrays, cp)
+    cache = PagedKVCache(tuple(view_of(x, kind) for x in call.arrays.data))
+    rows = RaggedTensor(cp.asarray(call.q), indptr_of(call.qo_lens).tolist())
+    call.check(cache.prefill(rows, table, causal=True, return_lse=True), causal=True)
+    indptr = indptr_of(call.case.kv_lens).tolist()
+    k, v = (RaggedTensor(view_of(x, kind), indptr) for x in (call.arrays.k, call.arrays.v))
+    for options in ({"causal": True}, {"window_left": 60}):
+        call.check(rows.prefill(k, v, return_lse=True, **options), **options)
+    assert {t.mapped for t in forced} == {False}
 
 
 # Keys wider than values.
@@ -186,7 +235,7 @@ def test_few_rows_over_many_keys_are_split(cap, head_dim, rng, forced):
     assert forced
 
 
-@pytest.mark.parametrize("page_size", [16, 24, 128])
+@pytest.mark.parametrize("page_size", [1, 5, 16, 17, 24, 128])
 @pytest.mark.parametrize("head_dim", STEPS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_of_pages_that_do_not_exist_are_dropped(page_size, head_dim, causal, rng, forced):
@@ -257,7 +306,7 @@ def test_queries_of_another_dtype_than_the_keys_are_not_for_hopper(q_dtype, rng,
     assert not forced
 
 
-# A plan belongs to a geometry: the portable kernel takes the layers that no map reads.
+# A plan belongs to a geometry: layers that no map reads are copied token by token.
 def test_a_plan_serves_layers_that_no_map_reads(rng, forced):
     case = PagedCase((300, 45), 16, 2, 128, dtype="bfloat16", form="pair")
     arrays = case.arrays(rng)
@@ -298,7 +347,9 @@ def check_masked(call, forced, ragged=False, want=None, **options):
 
 
 # Groups that divide a tile of rows, and one that does not.
-@pytest.mark.parametrize(("page_size", "heads"), [(8, (4, 1)), (24, (3, 1)), (64, (8, 1))])
+@pytest.mark.parametrize(
+    ("page_size", "heads"), [(1, (4, 1)), (5, (3, 1)), (8, (4, 1)), (24, (3, 1)), (64, (8, 1))]
+)
 def test_any_mask_on_any_rows_and_keys(page_size, heads, rng, forced):
     call = Call(rng, GRID, page_size=page_size, heads=heads).draw(rng, *KINDS)
     want = call.define()
@@ -311,8 +362,10 @@ def test_any_mask_on_any_rows_and_keys(page_size, heads, rng, forced):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_width_takes_every_mask(kind, dims, dtype, rng, forced):
     shapes = [(70, 333), (1, 65), (129, 1000), (3, 0)]
-    call = Call(rng, shapes, heads=(12, 2), dims=dims, dtype=dtype).draw(rng, kind)
-    check_masked(call, forced, ragged=True)
+    call = Call(rng, shapes, page_size=5, heads=(12, 2), dims=dims, dtype=dtype).draw(rng, kind)
+    for ragged in (True, False):
+        check_masked(call, forced, ragged)
+    assert {t.mapped for t in forced} == {True, False}
 
 
 @pytest.mark.parametrize("options", [{"window_left": 31}, {"sm_scale": -0.3}], ids=str)
@@ -361,16 +414,18 @@ def test_few_rows_under_a_mask_over_many_keys_are_split(head_dim, rng, forced):
 
 
 # No key of a hole is seen by a mask's steps either, whatever their classes.
+@pytest.mark.parametrize("page_size", [1, 16, 17])
 @pytest.mark.parametrize("head_dim", STEPS)
-def test_keys_of_pages_that_do_not_exist_are_dropped_under_a_mask(head_dim, rng, forced):
-    call = Call(rng, [(90, 900)], heads=(4, 1), dims=(head_dim, head_dim)).draw(rng, "tree")
+def test_keys_of_pages_that_do_not_exist_are_dropped_under_a_mask(head_dim, page_size, rng, forced):
+    call = Call(rng, [(90, 900)], page_size=page_size, heads=(4, 1), dims=(head_dim, head_dim))
+    call.draw(rng, "tree")
     cache, table = call.case.nouns(call.arrays, cp)
     gone = np.arange(1, call.case.pages[0], 3)
     table.indices[cp.asarray(gone)] = call.case.max_num_pages
     rows = RaggedTensor(cp.asarray(call.q), [0, 90])
     got = cache.prefill(rows, table, custom_mask=call.mask(True), return_lse=True)
     for page in gone:
-        call.masks[0][:, page * 16 : (page + 1) * 16] = False
+        call.masks[0][:, page * page_size : (page + 1) * page_size] = False
     call.check(got)
     assert forced
 
@@ -385,3 +440,6 @@ def test_large_calls_choose_it_by_themselves(head_dim, rng):
     mask = RaggedMask.from_list([cp.ones((600, 600), bool)])
     assert planned_on_hopper(q.plan(k, custom_mask=mask))
     assert not planned_on_hopper(q.plan(k, causal=True, batch_invariant=True))
+    case = PagedCase((600,), 1, 1, head_dim, dtype="bfloat16")
+    cache, table = case.nouns(case.arrays(rng), cp)
+    assert planned_on_hopper(cache.plan(q, table, causal=True))

@@ -10,7 +10,7 @@ from cases import fake_cupy
 from cukv._pages import PagePair
 from cukv._ragged_pages import _RaggedPair
 from cukv._rows import Pages
-from cukv._tensor_maps import are_paged, box_of, piece_tokens
+from cukv._tensor_maps import Copies, box_of, copies_of, piece_tokens
 
 STEPS = {64: 128, 128: 128, 256: 64}  # tokens that heads of so many elements take at a time
 
@@ -19,6 +19,11 @@ def pair(k, v=None, kind=PagePair):
     """See arrays [num_pages, page_size, num_heads, head_dim] as a cache, or as ragged rows."""
     arrays = (k, k if v is None else v)
     return kind(*(Pages("test", n, a, None) for n, a in zip("kv", arrays, strict=True)))
+
+
+def copies(*arrays, kind=PagePair, aligned=True):
+    """Tell how such keys and values are copied."""
+    return copies_of(pair(*arrays, kind=kind), aligned)
 
 
 def copied(array, box, start):
@@ -50,7 +55,7 @@ def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, d
     piece = piece_tokens(page_size, step)
     assert page_size % piece == step % piece == piece % 8 == 0
     for name, array in layouts(page_size, num_heads, dim):
-        assert are_paged(pair(array)) is True, name
+        assert copies(array) == Copies(paged=True, mapped=True), name
         page, token, head, _ = array.strides
         box = box_of(array, step, dim)
         head_spans = head // 128 if num_heads > 1 else 0
@@ -69,7 +74,7 @@ def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, d
 def test_a_copy_of_ragged_rows_stops_at_their_end(dim, step, hnd):
     array = fake_cupy((3, 300, dim) if hnd else (300, 3, dim))
     rows = (array.swapaxes(0, 1) if hnd else array)[:, None]
-    assert are_paged(pair(rows, kind=_RaggedPair)) is False
+    assert copies(rows, kind=_RaggedPair) == Copies(paged=False, mapped=True)
     box = box_of(rows, step, dim)
     row, _, head, _ = rows.strides
     got = copied(rows, box, (0, 250, 2 * head // 128))
@@ -86,9 +91,9 @@ def test_values_of_fewer_elements_are_copied_within_their_array():
     assert (got[:, :, 1] == -1).all(), "what follows the last head"
 
 
-def test_what_a_map_cannot_read_is_left_to_other_kernels():
+def test_what_a_map_cannot_read_is_copied_token_by_token_if_it_is_aligned():
     good = fake_cupy((5, 16, 3, 128))
-    assert are_paged(pair(good)) is True
+    assert copies(good) == Copies(paged=True, mapped=True)
     shifted = fake_cupy((5 * 16 * 3 * 128 + 4,))[4:].reshape(good.shape)
     for bad in (
         fake_cupy((5, 12, 3, 128)),  # a page that ends within a swizzle pattern
@@ -101,6 +106,15 @@ def test_what_a_map_cannot_read_is_left_to_other_kernels():
         good[::-1],
         good[:, :, ::-1],
     ):
-        assert are_paged(pair(bad)) is None
-        if bad.shape[1] == good.shape[1]:
-            assert are_paged(pair(good, bad)) is None
+        pairs = [(bad,), (good, bad)] if bad.shape[1] == good.shape[1] else [(bad,)]
+        for arrays in pairs:
+            assert copies(*arrays) == Copies(paged=True, mapped=False)
+            assert copies(*arrays, aligned=False) is None
+
+
+# From one token to another a kernel counts units of 16 bytes in 31 bits.
+@pytest.mark.parametrize(("num_pages", "reached"), [(1 << 22, True), ((1 << 22) + 1, False)])
+def test_tokens_may_lie_as_far_apart_as_the_kernel_counts(num_pages, reached):
+    pages = fake_cupy((num_pages, 1, 32, 128))  # of 8 KB
+    for array in (pages, pages[::-1]):
+        assert copies(array) == (Copies(paged=True, mapped=False) if reached else None)

@@ -253,7 +253,7 @@ __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& 
             const auto piece = copy.find(item, step);
             mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
             if (Cta::PAGED && threadIdx.x == 0) {
-                smem.k_dropped[at.stage] = piece.dropped;
+                smem.k_dropped[at.stage][0] = piece.dropped;
             }
             if (Cta::MASKED && threadIdx.x == 0) {
                 smem.k_entry[at.stage] = step.entry;

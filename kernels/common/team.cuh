@@ -3,9 +3,10 @@
 // Its queries and keys come by others (common/row_server.cuh, common/kv_server.cuh). It never
 // pauses between items: the first scores of an item are computed together with the last sums of the
 // one before, whose results go out through the memory of its queries. Cta: Queries, Results, Keys
-// and Values, its tiles; TOKENS of a step, SLOTS, PAGED, MASKED; State, Order, Smem. Params: those
-// of common/attention.cuh, and piece_bits.
+// and Values, its tiles; TOKENS of a step, SLOTS, PAGED, MAPPED, MASKED; State, Order, Smem.
+// Params: those of common/attention.cuh, and piece_bits.
 #pragma once
+#include "common/dropped_keys.cuh"
 #include "common/kv_server.cuh"
 #include "common/logits.cuh"
 #include "common/team_results.cuh"
@@ -46,7 +47,7 @@ struct Team {
     RingPlace<Cta::K_STAGES> k;
     RingPlace<Cta::V_STAGES> v;
     bool k_here = false, v_here = false;
-    uint32_t dropped = 0;  // pieces of the step
+    DroppedKeys<Cta::MAPPED> dropped;  // of the step
 
     __device__ __forceinline__ Team(const Params& p, typename Cta::Smem& smem, int warp_idx)
         : p(p),
@@ -115,8 +116,8 @@ struct Team {
             }
         }
         if constexpr (MASKED) {
-            sight.hide(state.template scores<KEYS>(), token, [&](int tile) {
-                return !Cta::PAGED || !(dropped >> (tile * 8 >> p.piece_bits) & 1);
+            sight.hide(state.template scores<KEYS>(), token, [&](int tile, int i) {
+                return !Cta::PAGED || !dropped.has(tile, i, p.piece_bits);
             });
         }
         state.template weigh<KEYS>(scale);
@@ -225,7 +226,9 @@ struct Team {
 
     // What comes with the keys of a step.
     __device__ __forceinline__ void look_up() {
-        dropped = Cta::PAGED ? smem.k_dropped[k.stage] : 0;
+        if constexpr (Cta::PAGED) {
+            dropped.bits = smem.k_dropped[k.stage][lane_idx % dropped.WORDS];
+        }
         sight.look_up(smem, k.stage);
     }
 
@@ -243,7 +246,7 @@ struct Team {
             mbarrier_try_wait(smem.k_full[k.stage], k.parity);
             look_up();
         }
-        return dropped != 0 || !sight.sees_all(token);
+        return dropped.any() || !sight.sees_all(token);
     }
 
     // The first scores of an item, which no sums go with.

@@ -58,11 +58,11 @@ struct TeamSight<Cta, false> {
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            const bool there = exists(tile);
+            const bool there[2] = {exists(tile, 0), exists(tile, 1)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const bool seen = first[i / 2] + tile * 8 + i % 2 < num[i / 2];
-                s[tile][i] = seen && there ? s[tile][i] : NO_KEY;
+                s[tile][i] = seen && there[i % 2] ? s[tile][i] : NO_KEY;
             }
         }
     }
@@ -126,17 +126,17 @@ struct TeamSight<Cta, true> {
         }
     }
 
-    // Hides the scores of keys that a row does not see, or of tiles of 8 that do not exist.
+    // Hides the scores of keys that a row does not see, or of keys that do not exist.
     template <int TILES, typename Exists>
     __device__ __forceinline__ void hide(float (&s)[TILES][4], int32_t, Exists exists) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            const bool there = exists(tile);
+            const bool there[2] = {exists(tile, 0), exists(tile, 1)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const uint32_t bits = words[i / 2][tile / 4] >> threadIdx.x % 4 * 2;
                 const bool seen = bits >> (tile % 4 * 8 + i % 2) & 1;
-                s[tile][i] = seen && there ? s[tile][i] : NO_KEY;
+                s[tile][i] = seen && there[i % 2] ? s[tile][i] : NO_KEY;
             }
         }
     }

@@ -1,0 +1,249 @@
+// Warps that copy keys and values token by token, where no tensor map can describe them: pages of
+// any size, and tokens that lie at any multiple of 16 bytes.
+//
+// Others are told of a step when its copies have landed, which is one step behind: the next one's
+// copies start meanwhile. Cta and Params: those of common/kv_server.cuh, and v_cache.
+#pragma once
+#include "common/dropped_keys.cuh"
+#include "common/kv_server.cuh"
+
+namespace cukv {
+
+// How a warp copies steps of keys or values. A lane finds every 32nd token of a step. Eight lanes
+// copy a row, 128 bytes at a time, and a warp the same rows of four groups of 8, UNROLL of each
+// group side by side: as many as there are registers for.
+template <typename Tile, int TOKENS, int UNROLL>
+struct TokenCopy {
+    static constexpr int NUM = TOKENS / WARP_SIZE;  // tokens that a lane finds
+    static constexpr int UNIT = 16;  // bytes, of which a row is less than 2^31 from any other
+    static constexpr int32_t NO_ROW = -0x7fffffff - 1;
+
+    const PageTable& table;
+    const Pages& cache;
+
+    // Page ids of this lane's tokens, on their way.
+    struct Ids {
+        IndexEntry pages[NUM];
+    };
+
+    // Which lane this is, anew: all that follows from it would be kept in registers.
+    static __device__ __forceinline__ int lane() { return tid_x() % WARP_SIZE; }
+
+    template <typename Step>
+    __device__ __forceinline__ Ids look_up(const Item& item, const Step& step) const {
+        Ids ids;
+#pragma unroll
+        for (int k = 0; k < NUM; ++k) {
+            const int own = k * WARP_SIZE + lane();
+            const uint32_t page_idx = table.page_divisor.quotient(step.position + own);
+            ids.pages[k] = own < step.num_keys ? table.indices.entry(item.first_page + page_idx)
+                                               : IndexEntry{-1, -1};
+        }
+        return ids;
+    }
+
+    // This lane's rows, in units from the cache's first token of the head; NO_ROW where there is no
+    // key. Calls missing(k, bits) for each 32 keys: bit j tells whether the page of key 32 * k + j
+    // does not exist.
+    template <typename Step, typename Missing>
+    __device__ __forceinline__ void find(
+        int32_t (&starts)[NUM], const Step& step, const Ids& ids, Missing missing) const {
+        // All fit into 32 bits, of which the compiler does not know.
+        const int32_t page_units = static_cast<int32_t>(cache.page_stride / UNIT);
+        const int32_t token_units = static_cast<int32_t>(cache.token_stride / UNIT);
+#pragma unroll
+        for (int k = 0; k < NUM; ++k) {
+            const int64_t id = ids.pages[k].value(table.indices);
+            const bool found = cache.has(id);
+            const uint32_t position = step.position + k * WARP_SIZE + lane();
+            const uint32_t page_idx = table.page_divisor.quotient(position);
+            const int32_t entry = position - page_idx * table.page_divisor.divisor;
+            const int32_t start = static_cast<int32_t>(id) * page_units + entry * token_units;
+            starts[k] = found ? start : NO_ROW;
+            const uint32_t wanted = low_bits(step.num_keys - k * WARP_SIZE);
+            missing(k, wanted & ~__ballot_sync(0xffffffffu, found));
+        }
+    }
+
+    // Starts the copies of a step, as one group. Rows that are no keys become zeros, and are not
+    // read.
+    __device__ __forceinline__ void issue(
+        char* tile, const int32_t (&starts)[NUM], int kv_head) const {
+        const int group = lane() / 8, chunk = lane() % 8;
+        const char* from = cache.base + kv_head * cache.head_stride + chunk * UNIT;
+        uint32_t to = smem_address(tile) + Tile::offset(group * 8, 0);
+#pragma unroll UNROLL
+        for (int i = 0; i < 8; ++i) {
+            const uint32_t row_to = to + ((chunk ^ i) << 4);
+#pragma unroll
+            for (int k = 0; k < NUM; ++k) {
+                const int32_t start = __shfl_sync(0xffffffffu, starts[k], i, 8);
+                const char* row = from + int64_t{start} * UNIT;
+                const int src_bytes = start != NO_ROW ? 16 : 0;
+#pragma unroll
+                for (int span = 0; span < Tile::COLUMNS / SWIZZLED_COLUMNS; ++span) {
+                    cp_async_16(
+                        row_to + k * (WARP_SIZE / 8) * Tile::GROUP_BYTES + span * Tile::SPAN_BYTES,
+                        row + span * 128, src_bytes);
+                }
+            }
+            to += 128;
+        }
+        cp_async_commit_group();
+    }
+};
+
+// A ring that a warp fills, and tells of a step when its copies have landed: most of the time while
+// those of the next are on their way.
+template <int STAGES>
+struct LandingRing {
+    uint64_t (&full)[STAGES];
+    uint64_t (&empty)[STAGES];
+    RingPlace<STAGES> at;
+    bool landing = false;  // the step before this place is not told of yet
+
+    __device__ __forceinline__ LandingRing(uint64_t (&full)[STAGES], uint64_t (&empty)[STAGES])
+        : full(full), empty(empty) {}
+
+    // Waits until the stage is free. Who has it may need the step on its way first.
+    __device__ __forceinline__ void acquire() {
+        const uint32_t parity = at.parity ^ 1;
+        if (!__all_sync(0xffffffffu, mbarrier_test_wait(empty[at.stage], parity))) {
+            land<0>();
+            mbarrier_try_wait(empty[at.stage], parity);
+        }
+    }
+
+    // Behind the copies of a step into the stage.
+    __device__ __forceinline__ void next() {
+        land<1>();
+        landing = true;
+        at.next();
+    }
+
+    // Tells of the step on its way, if there is one, when all but PENDING groups have landed.
+    template <int PENDING>
+    __device__ __forceinline__ void land() {
+        if (landing) {
+            cp_async_wait_group<PENDING>();
+            fence_proxy_async();
+            __syncwarp();
+            if (tid_x() % WARP_SIZE == 0) {
+                mbarrier_arrive(full[(at.stage + STAGES - 1) % STAGES]);
+            }
+            landing = false;
+        }
+    }
+};
+
+// Deals items to all warps, itself too, which reads the one that it works on where the others do:
+// keys find no registers for an item more. So one look ahead is all that deal() has room for.
+template <typename Cta>
+struct SharedDealer : ItemDealer {
+    typename Cta::Smem& smem;
+    uint32_t num_put = 0;
+
+    template <typename Params>
+    __device__ __forceinline__ SharedDealer(const Params& p, typename Cta::Smem& smem)
+        : ItemDealer(p.work, p.heads_at_once, p.levels.num_splits > 0), smem(smem) {}
+
+    // Deals the next item that has rows, or one without if there is none.
+    __device__ __forceinline__ void deal() {
+        bool found;
+        do {
+            if (!more) {
+                item.num_rows = 0;
+            }
+            found = !more || item.num_rows > 0;
+            if (found) {
+                put();
+            }
+            if (more) {
+                look_ahead();
+            }
+        } while (!found);
+    }
+
+    // What was dealt last: it stays until more is.
+    __device__ __forceinline__ Item last(int32_t& kv_head) const {
+        const auto& dealt = smem.dealt[(num_put - 1) % Cta::DEALT];
+        kv_head = dealt.kv_head;
+        return dealt.item;
+    }
+
+  private:
+    __device__ __forceinline__ void put() {
+        const uint32_t place = num_put % Cta::DEALT, parity = num_put / Cta::DEALT & 1;
+        mbarrier_try_wait(smem.dealt_empty[place], parity ^ 1);
+        __syncwarp();  // no lane waits any more
+        if (threadIdx.x % WARP_SIZE == 0) {
+            smem.dealt[place].item = item;
+            smem.dealt[place].kv_head = head;
+            mbarrier_arrive(smem.dealt_full[place]);
+        }
+        __syncwarp();  // it is there for all lanes
+        ++num_put;
+    }
+};
+
+// Keys, step by step; and items to all warps. Between items all steps are told of: this warp may
+// wait there for others that wait for keys.
+template <typename Cta, typename Params>
+__device__ __forceinline__ void serve_key_tokens(const Params& p, typename Cta::Smem& smem) {
+    using Dropped = DroppedKeys<Cta::MAPPED>;
+    using Keys = typename Cta::Keys;
+    using Copy = TokenCopy<Keys, Cta::TOKENS, (Keys::COLUMNS > 128 ? 1 : 4)>;
+    const Copy copy{p.table, p.k_cache};
+    LandingRing<Cta::K_STAGES> ring(smem.k_full, smem.k_empty);
+    SharedDealer<Cta> dealer(p, smem);
+    int32_t kv_head;
+    dealer.deal();
+    for (Item item = dealer.last(kv_head); item.num_rows > 0; item = dealer.last(kv_head)) {
+        // The others have the next item while this one is worked on.
+        dealer.deal();
+        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
+             token -= Cta::TOKENS) {
+            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
+            const auto ids = copy.look_up(item, step);
+            ring.acquire();
+            int32_t starts[Copy::NUM];
+            Dropped dropped;
+            copy.find(starts, step, ids, [&](int k, uint32_t missing) { dropped.add(k, missing); });
+            if (const int lane = tid_x(); lane < Dropped::WORDS) {
+                smem.k_dropped[ring.at.stage][lane] = dropped.bits;
+            }
+            if (Cta::MASKED && tid_x() == 0) {
+                smem.k_entry[ring.at.stage] = step.entry;
+            }
+            copy.issue(smem.k[ring.at.stage], starts, kv_head);
+            ring.next();
+        }
+        ring.template land<0>();
+    }
+    dealer.finish();
+}
+
+// Values, step by step; those of no keys are zeros.
+template <typename Cta, typename Params>
+__device__ __forceinline__ void serve_value_tokens(const Params& p, typename Cta::Smem& smem) {
+    using Copy = TokenCopy<typename Cta::Values, Cta::TOKENS, 8>;
+    const Copy copy{p.table, p.v_cache};
+    LandingRing<Cta::V_STAGES> ring(smem.v_full, smem.v_empty);
+    ItemReader<Cta> items(smem);
+    int32_t kv_head;
+    for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
+        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
+             token -= Cta::TOKENS) {
+            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
+            const auto ids = copy.look_up(item, step);
+            ring.acquire();
+            int32_t starts[Copy::NUM];
+            copy.find(starts, step, ids, [](int, uint32_t) {});
+            copy.issue(smem.v[ring.at.stage], starts, kv_head);
+            ring.next();
+        }
+        ring.template land<0>();
+    }
+}
+
+}  // namespace cukv
