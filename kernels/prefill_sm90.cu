@@ -103,11 +103,11 @@ struct PrefillSm90Cta {
             mbarrier_init(smem.o_full[i / TEAMS][i % TEAMS], TEAM_THREADS);
         }
         for (int stage = 0; stage < K_STAGES; ++stage) {
-            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.k_full[stage], MAPPED ? 1 : WARP_SIZE + 1);
             mbarrier_init(smem.k_empty[stage], TEAMS * 4);  // one lane of each warp
         }
         for (int stage = 0; stage < V_STAGES; ++stage) {
-            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], MAPPED ? 1 : WARP_SIZE);
             mbarrier_init(smem.v_empty[stage], TEAMS * 4);
         }
         for (int i = 0; i < DEALT; ++i) {

@@ -34,6 +34,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
                  : "memory");
 }
 
+// Arrives when the copies that this thread has started have landed, cp.async's.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t& barrier) {
+    asm volatile(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(&barrier))
+        : "memory");
+}
+
 // Arrives, and announces bytes that copies will bring.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t& barrier, int num_bytes) {
     asm volatile(

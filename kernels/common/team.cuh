@@ -158,6 +158,7 @@ struct Team {
         }
         hold(state.template scores<KEYS>());
         hold(state.o);
+        see_copies();
         wgmma_fence();
         multiply_keys<KEYS>();
         multiply_values<VALUES>();
@@ -224,6 +225,14 @@ struct Team {
         mbarrier_arrive(smem.o_full[slot][team]);
     }
 
+    // Behind the barriers of keys and values: lanes' own copies are writes of another proxy than
+    // products read by.
+    __device__ __forceinline__ void see_copies() const {
+        if constexpr (!Cta::MAPPED) {
+            fence_proxy_async();
+        }
+    }
+
     // What comes with the keys of a step.
     __device__ __forceinline__ void look_up() {
         if constexpr (Cta::PAGED) {
@@ -260,6 +269,7 @@ struct Team {
             state.s[i / 4][i % 4] = 0.0f;
         }
         hold(state.s);
+        see_copies();
         wgmma_fence();
         multiply_keys<TOKENS>();
         wgmma_wait_group<0>();
@@ -276,6 +286,7 @@ struct Team {
     __device__ __forceinline__ void end() {
         mbarrier_try_wait(smem.v_full[v.stage], v.parity);
         hold(state.o);
+        see_copies();
         wgmma_fence();
         multiply_values<TOKENS>();
         wgmma_wait_group<0>();

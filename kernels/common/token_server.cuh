@@ -1,8 +1,9 @@
 // Warps that copy keys and values token by token, where no tensor map can describe them: pages of
 // any size, and tokens that lie at any multiple of 16 bytes.
 //
-// Others are told of a step when its copies have landed, which is one step behind: the next one's
-// copies start meanwhile. Cta and Params: those of common/kv_server.cuh, and v_cache.
+// A step's barrier hears from the copies themselves that they have landed, lane by lane; who copies
+// waits for free stages alone. Bytes come as a thread's own writes do, so who multiplies has a
+// fence of proxies behind the barrier. Cta and Params: those of common/kv_server.cuh, and v_cache.
 #pragma once
 #include "common/dropped_keys.cuh"
 #include "common/kv_server.cuh"
@@ -65,10 +66,10 @@ struct TokenCopy {
         }
     }
 
-    // Starts the copies of a step, as one group. Rows that are no keys become zeros, and are not
-    // read.
+    // Starts the copies of a step; every lane arrives when its own have landed. Rows that are no
+    // keys become zeros, and are not read.
     __device__ __forceinline__ void issue(
-        char* tile, const int32_t (&starts)[NUM], int kv_head) const {
+        char* tile, uint64_t& full, const int32_t (&starts)[NUM], int kv_head) const {
         const int group = lane() / 8, chunk = lane() % 8;
         const char* from = cache.base + kv_head * cache.head_stride + chunk * UNIT;
         uint32_t to = smem_address(tile) + Tile::offset(group * 8, 0);
@@ -89,50 +90,7 @@ struct TokenCopy {
             }
             to += 128;
         }
-        cp_async_commit_group();
-    }
-};
-
-// A ring that a warp fills, and tells of a step when its copies have landed: most of the time while
-// those of the next are on their way.
-template <int STAGES>
-struct LandingRing {
-    uint64_t (&full)[STAGES];
-    uint64_t (&empty)[STAGES];
-    RingPlace<STAGES> at;
-    bool landing = false;  // the step before this place is not told of yet
-
-    __device__ __forceinline__ LandingRing(uint64_t (&full)[STAGES], uint64_t (&empty)[STAGES])
-        : full(full), empty(empty) {}
-
-    // Waits until the stage is free. Who has it may need the step on its way first.
-    __device__ __forceinline__ void acquire() {
-        const uint32_t parity = at.parity ^ 1;
-        if (!__all_sync(0xffffffffu, mbarrier_test_wait(empty[at.stage], parity))) {
-            land<0>();
-            mbarrier_try_wait(empty[at.stage], parity);
-        }
-    }
-
-    // Behind the copies of a step into the stage.
-    __device__ __forceinline__ void next() {
-        land<1>();
-        landing = true;
-        at.next();
-    }
-
-    // Tells of the step on its way, if there is one, when all but PENDING groups have landed.
-    template <int PENDING>
-    __device__ __forceinline__ void land() {
-        if (landing) {
-            cp_async_wait_group<PENDING>();
-            fence_proxy_async();
-            __syncwarp();
-            if (tid_x() % WARP_SIZE == 0) {
-                mbarrier_arrive(full[(at.stage + STAGES - 1) % STAGES]);
-            }
-            landing = false;
-        }
+        cp_async_mbarrier_arrive(full);
     }
 };
 
@@ -186,15 +144,14 @@ struct SharedDealer : ItemDealer {
     }
 };
 
-// Keys, step by step; and items to all warps. Between items all steps are told of: this warp may
-// wait there for others that wait for keys.
+// Keys, step by step; and items to all warps.
 template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_key_tokens(const Params& p, typename Cta::Smem& smem) {
     using Dropped = DroppedKeys<Cta::MAPPED>;
     using Keys = typename Cta::Keys;
     using Copy = TokenCopy<Keys, Cta::TOKENS, (Keys::COLUMNS > 128 ? 1 : 4)>;
     const Copy copy{p.table, p.k_cache};
-    LandingRing<Cta::K_STAGES> ring(smem.k_full, smem.k_empty);
+    RingPlace<Cta::K_STAGES> at;
     SharedDealer<Cta> dealer(p, smem);
     int32_t kv_head;
     dealer.deal();
@@ -205,20 +162,23 @@ __device__ __forceinline__ void serve_key_tokens(const Params& p, typename Cta::
              token -= Cta::TOKENS) {
             const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
             const auto ids = copy.look_up(item, step);
-            ring.acquire();
             int32_t starts[Copy::NUM];
             Dropped dropped;
             copy.find(starts, step, ids, [&](int k, uint32_t missing) { dropped.add(k, missing); });
+            mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
             if (const int lane = tid_x(); lane < Dropped::WORDS) {
-                smem.k_dropped[ring.at.stage][lane] = dropped.bits;
+                smem.k_dropped[at.stage][lane] = dropped.bits;
             }
             if (Cta::MASKED && tid_x() == 0) {
-                smem.k_entry[ring.at.stage] = step.entry;
+                smem.k_entry[at.stage] = step.entry;
             }
-            copy.issue(smem.k[ring.at.stage], starts, kv_head);
-            ring.next();
+            copy.issue(smem.k[at.stage], smem.k_full[at.stage], starts, kv_head);
+            __syncwarp();
+            if (tid_x() == 0) {
+                mbarrier_arrive(smem.k_full[at.stage]);  // what is told with the keys is there
+            }
+            at.next();
         }
-        ring.template land<0>();
     }
     dealer.finish();
 }
@@ -228,7 +188,7 @@ template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_value_tokens(const Params& p, typename Cta::Smem& smem) {
     using Copy = TokenCopy<typename Cta::Values, Cta::TOKENS, 8>;
     const Copy copy{p.table, p.v_cache};
-    LandingRing<Cta::V_STAGES> ring(smem.v_full, smem.v_empty);
+    RingPlace<Cta::V_STAGES> at;
     ItemReader<Cta> items(smem);
     int32_t kv_head;
     for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
@@ -236,13 +196,12 @@ __device__ __forceinline__ void serve_value_tokens(const Params& p, typename Cta
              token -= Cta::TOKENS) {
             const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
             const auto ids = copy.look_up(item, step);
-            ring.acquire();
             int32_t starts[Copy::NUM];
             copy.find(starts, step, ids, [](int, uint32_t) {});
-            copy.issue(smem.v[ring.at.stage], starts, kv_head);
-            ring.next();
+            mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
+            copy.issue(smem.v[at.stage], smem.v_full[at.stage], starts, kv_head);
+            at.next();
         }
-        ring.template land<0>();
     }
 }
 
