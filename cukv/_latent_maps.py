@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from cukv._arrays import BFLOAT16, FLOAT16
 from cukv._tensor_maps import (
-    DATA_TYPES,
     GROUP,
     MAX_SIZE,
     MAX_STRIDE,
     NO_MAP,
-    SPAN,
     SPAN_BYTES,
     Box,
     encode,
+    span_of,
 )
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def _has_map(array: Array) -> bool:
     num_pages, page_size, _, dim = array.shape
     strides = [s for n, s in zip(array.shape[:2], array.strides[:2], strict=True) if n > 1]
     return (
-        array.dtype in DATA_TYPES
+        array.dtype in (FLOAT16, BFLOAT16)
         and array.size > 0
-        and dim % SPAN == 0
+        and dim % span_of(array.dtype) == 0
         and array.data.ptr % 16 == 0
         and all(0 < s < MAX_STRIDE and s % 16 == 0 for s in strides)
         and max(num_pages, page_size) < MAX_SIZE
@@ -72,8 +72,9 @@ def box_of(array: Array, piece_tokens: int) -> Box:
     page, token = (
         s if n > 1 else SPAN_BYTES for n, s in zip(array.shape[:2], array.strides[:2], strict=True)
     )
+    span = span_of(array.dtype)
     return Box(
-        (SPAN, page_size, dim // SPAN, num_pages),
+        (span, page_size, dim // span, num_pages),
         (token, SPAN_BYTES, page),
-        (SPAN, piece_tokens, 1, 1),
+        (span, piece_tokens, 1, 1),
     )

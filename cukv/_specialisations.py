@@ -227,7 +227,7 @@ class Sm90Tile(NamedTuple):
         """Items whose queries or results are in shared memory."""
         if self.head_dim > 128:
             return 1
-        return 2 if self.stages[0] > 2 else 3
+        return 3 if self.stages[0] == 2 or self.dtype in FP8 else 2
 
     @property
     def stages(self) -> tuple[int, int]:
@@ -238,6 +238,8 @@ class Sm90Tile(NamedTuple):
         """
         if not self.mapped and self.head_dim == 64:
             return 5, 5
+        if self.dtype in FP8:
+            return 3, 3
         return (3, 2) if self.paged and self.head_dim == 128 else (2, 2)
 
     @property
@@ -262,8 +264,8 @@ class Sm90Tile(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Two teams of four, and four that serve them."""
-        return 12
+        """Two teams of four, and four that serve them; of fp8, four that lay values out."""
+        return 16 if self.dtype in FP8 else 12
 
     @property
     def ctas_per_sm(self) -> int:
@@ -273,10 +275,14 @@ class Sm90Tile(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Size of ``PrefillSm90Cta::Smem`` in kernels/prefill_sm90.cu."""
-        queries = self.slots * self.rows * self.head_dim * 2
+        queries = self.slots * self.rows * self.head_dim * 2  # or results, which have 16 bits
         k_stages, v_stages = self.stages
-        rings = self.tokens * (k_stages * self.head_dim + v_stages * self.head_dim_vo) * 2
-        return queries + rings + 1024
+        barriers = 1024
+        if self.dtype in FP8:
+            v_stages += 2  # of values as they are copied
+            barriers *= 2
+        features = k_stages * self.head_dim + v_stages * self.head_dim_vo
+        return queries + self.tokens * features * int(self.dtype.itemsize) + barriers
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -484,7 +490,7 @@ def sm90_tiles() -> tuple[Sm90Tile, ...]:
         for paged, mapped in ((False, True), (True, True), (True, False))
         for capped, masked in ((False, False), (True, False), (False, True))
         if dims != (192, 128) or not (paged and mapped and masked)
-    )
+    ) + tuple(Sm90Tile(FLOAT8_E4M3, 128, 128, paged) for paged in (False, True))
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Tensor maps of keys and values: with them a kernel has whole tiles copied to shared memory.
 
-``kernels/prefill_sm90.cu`` sees an array as spans of 64 elements, which a map swizzles. The spans
-of all heads of a token are one axis with a stride of 128 bytes, whatever lies between heads:
-head ``h`` begins at span ``h * head_stride / 128``.
+``kernels/prefill_sm90.cu`` sees an array as spans of 128 bytes, which a map swizzles. The spans of
+all heads of a token are one axis with a stride of 128 bytes, whatever lies between heads: head
+``h`` begins at span ``h * head_stride / 128``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cukv._arrays import BFLOAT16, FLOAT16
+from cukv._arrays import BFLOAT16, FLOAT8_E4M3, FLOAT16
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from cukv._kernels import BoundLaunch
     from cukv._pages import PagePair
 
-SPAN = 64  # elements
 SPAN_BYTES = 128
 GROUP = 8  # tokens that a swizzle pattern spans
 MAX_STRIDE = 1 << 40  # bytes, exclusive
@@ -29,7 +28,7 @@ MAX_SIZE = 1 << 31  # of an axis, so that coordinates are int32
 MAX_UNITS = 1 << 31  # from the first token of a cache to any other
 
 # CUtensorMapDataType, ...Swizzle, ...L2promotion of cuda.h
-DATA_TYPES = {FLOAT16: 6, BFLOAT16: 9}
+DATA_TYPES = {FLOAT8_E4M3: 0, FLOAT16: 6, BFLOAT16: 9}  # e4m3 as bytes
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
@@ -66,6 +65,11 @@ class KvMaps(NamedTuple):
     piece_bits: int
 
 
+def span_of(dtype: Any) -> int:
+    """Give the elements of a span."""
+    return SPAN_BYTES // int(dtype.itemsize)
+
+
 NO_KV_MAPS = KvMaps(NO_MAP, NO_MAP, 0, 0, 0)
 
 
@@ -95,7 +99,7 @@ def _can_be_mapped(array: Array) -> bool:
     return (
         array.dtype in DATA_TYPES
         and array.size > 0
-        and head_dim % SPAN == 0
+        and head_dim % span_of(array.dtype) == 0
         and array.data.ptr % 16 == 0
         and all(0 < s < MAX_STRIDE and s % 16 == 0 for s in strides)
         and head_stride % SPAN_BYTES == 0
@@ -118,15 +122,16 @@ def box_of(array: Array, step_tokens: int, head_dim: int) -> Box:
     page, token, head = (
         s if n > 1 else SPAN_BYTES for n, s in zip(array.shape[:3], array.strides[:3], strict=True)
     )
-    num_spans = (num_heads - 1) * (head // SPAN_BYTES) + dim // SPAN
-    spans = head_dim // SPAN
+    span = span_of(array.dtype)
+    num_spans = (num_heads - 1) * (head // SPAN_BYTES) + dim // span
+    spans = head_dim // span
     if page_size == 1:
-        return Box((SPAN, num_pages, num_spans), (page, SPAN_BYTES), (SPAN, step_tokens, spans))
+        return Box((span, num_pages, num_spans), (page, SPAN_BYTES), (span, step_tokens, spans))
     groups = piece_tokens(page_size, step_tokens) // GROUP
     return Box(
-        (SPAN, GROUP, num_spans, page_size // GROUP, num_pages),
+        (span, GROUP, num_spans, page_size // GROUP, num_pages),
         (token, SPAN_BYTES, GROUP * token, page),
-        (SPAN, GROUP, spans, groups, 1),
+        (span, GROUP, spans, groups, 1),
     )
 
 
@@ -143,13 +148,14 @@ class Rows(NamedTuple):
         A copy brings a team's packed rows: all heads of a group, of as many rows as that is.
         """
         rows, num_heads, dim = self.shape
+        span = span_of(self.dtype)
         row, head = (
             s if n > 1 else SPAN_BYTES
             for n, s in zip(self.shape[:2], self.strides[:2], strict=True)
         )
         if (
             self.dtype not in DATA_TYPES
-            or dim % SPAN
+            or dim % span
             or TEAM_ROWS % group_size
             or not all(0 < s < MAX_STRIDE and s % 16 == 0 for s in (row, head))
             or pointer % 16
@@ -157,9 +163,9 @@ class Rows(NamedTuple):
         ):
             return None
         box = Box(
-            (SPAN, num_heads, rows, dim // SPAN),
+            (span, num_heads, rows, dim // span),
             (head, row, SPAN_BYTES),
-            (SPAN, group_size, TEAM_ROWS // group_size, dim // SPAN),
+            (span, group_size, TEAM_ROWS // group_size, dim // span),
         )
         return encode(pointer, self.dtype, box)
 

@@ -4,7 +4,7 @@
 //   o[r] = sum_j softmax(s[r])[j] * v[j],  lse[r] = log2(sum_j 2^(s[r, j] * log2(e)))
 //
 // The query heads of a KV head, times the query rows of a request, are the rows of a tile. A CTA
-// has two teams of a warpgroup and 64 rows each, and four warps that serve them:
+// has two teams of a warpgroup and 64 rows each, and warps that serve them:
 //
 //   warp 0  copies keys, a step of TOKENS at a time          warp 1    copies values
 //   warps 2, 3  bring a team's queries and take its results  warps 4-7, 8-11  teams 0, 1
@@ -16,9 +16,15 @@
 // mask a step is an entry of the tile (common/mask.cuh), or half of one: its class comes with its
 // keys, and teams read its bits if it is mixed. Bound by tensor cores: 2 * (head_dim + head_dim_vo)
 // operations per row and key.
+//
+// Queries, keys and values of e4m3 are multiplied as they are (common/fp8_team.cuh). Such products
+// take half the time, as long as the exponentials; and warps 12 to 15 lay values out for them
+// (common/fp8_values.cuh).
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
+#include "common/fp8_team.cuh"
+#include "common/fp8_values.cuh"
 #include "common/kv_server.cuh"
 #include "common/row_server.cuh"
 #include "common/team.cuh"
@@ -42,6 +48,10 @@ struct PrefillSm90Params : AttentionParams {
 static_assert(
     sizeof(PrefillSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
 
+// Two warpgroups that compute and one that serves them; of fp8, one that lays values out.
+template <typename KV>
+constexpr int prefill_sm90_threads = is_fp8<KV> ? 512 : 384;
+
 // Geometry of one specialisation, and its shared memory.
 template <
     typename KV,
@@ -55,6 +65,7 @@ template <
     bool MASKED_,
     bool MAPPED_>
 struct PrefillSm90Cta {
+    static constexpr bool FP8 = is_fp8<KV>;
     static constexpr int TOKENS = TOKENS_, K_STAGES = K_STAGES_, V_STAGES = V_STAGES_;
     static constexpr int SLOTS = SLOTS_;  // items whose queries or results are here
     static constexpr int DEALT = 4;       // items that were dealt and not yet begun by all
@@ -63,17 +74,38 @@ struct PrefillSm90Cta {
     static constexpr bool MAPPED = MAPPED_;  // keys come by tensor maps; else token by token
     static_assert(PAGED || MAPPED, "tokens are those of pages");
     static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
-    static constexpr int THREADS = (TEAMS + 1) * TEAM_THREADS;
-    // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has.
-    static constexpr int SERVER_REGISTERS = HEAD_DIM_VO > 64 ? 56 : 88;
-    static constexpr int TEAM_REGISTERS = HEAD_DIM_VO > 64 ? 224 : 208;
+    static constexpr int THREADS = prefill_sm90_threads<KV>;
+    // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has; of fp8
+    // 128 * (64 + 2 * 200 + 48) = 65536, those of 512.
+    static constexpr int SERVER_REGISTERS = FP8 ? 64 : HEAD_DIM_VO > 64 ? 56 : 88;
+    static constexpr int TEAM_REGISTERS = FP8 ? 200 : HEAD_DIM_VO > 64 ? 224 : 208;
+    static constexpr int LAYOUT_REGISTERS = 48;
     static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
+    // Who says that a step's keys or values are there: who has them copied by a map; the copies of
+    // each lane, and of keys who looks up which are dropped; of fp8 those who lay values out.
+    static constexpr int KEY_ARRIVALS = MAPPED ? 1 : WARP_SIZE + 1;
+    static constexpr int VALUE_ARRIVALS = FP8 ? FP8_VALUE_WARPS : MAPPED ? 1 : WARP_SIZE;
 
-    using Queries = OperandTile<TEAM_ROWS, HEAD_DIM_QK, false>;
+    // Two elements of 8 bits are a column of 16.
+    static constexpr int COLUMNS_QK = HEAD_DIM_QK * sizeof(KV) / 2;
+    using Queries = OperandTile<TEAM_ROWS, COLUMNS_QK, false>;
     using Results = OperandTile<TEAM_ROWS, HEAD_DIM_VO, false>;
-    using Keys = OperandTile<TOKENS, HEAD_DIM_QK, PAGED>;
-    using Values = OperandTile<TOKENS, HEAD_DIM_VO, PAGED>;
-    using State = WarpgroupState<KV, TOKENS, HEAD_DIM_VO>;
+    using Keys = OperandTile<TOKENS, COLUMNS_QK, PAGED>;
+    using Values = typename Select<
+        FP8,
+        typename Fp8ValueTile<TOKENS, HEAD_DIM_VO>::Values,
+        OperandTile<TOKENS, HEAD_DIM_VO, PAGED>>::type;
+    using State = typename Select<
+        FP8,
+        Fp8State<TOKENS, HEAD_DIM_VO>,
+        WarpgroupState<KV, TOKENS, HEAD_DIM_VO>>::type;
+
+    // Of fp8, values as they are copied, which are laid out anew for products.
+    static constexpr int FEATURES = HEAD_DIM_VO, COPIES = 2;
+    using Copies = typename Select<
+        FP8,
+        Fp8Copies<COPIES, typename Fp8ValueTile<TOKENS, FEATURES>::Copied>,
+        NoCopies>::type;
 
     // What a team is given with its queries; an item without rows ends its work.
     struct alignas(16) Order {
@@ -83,7 +115,7 @@ struct PrefillSm90Cta {
     };
 
     struct Smem {
-        alignas(1024) char q[SLOTS][TEAMS][Queries::BYTES];
+        alignas(1024) char q[SLOTS][TEAMS][TEAM_ROWS * HEAD_DIM_QK * 2];  // or results
         char k[K_STAGES][Keys::BYTES];
         char v[V_STAGES][Values::BYTES];
         Order orders[SLOTS][TEAMS], dealt[DEALT];
@@ -95,6 +127,7 @@ struct PrefillSm90Cta {
         int32_t k_entry[K_STAGES];  // of a step, the mask's
         int32_t last[TEAMS];        // whether the team has the last ticket
         float unread[TEAMS * 4];    // of each warp
+        Copies copies;
     };
 
     static __device__ __forceinline__ void set_up(Smem& smem) {
@@ -103,11 +136,11 @@ struct PrefillSm90Cta {
             mbarrier_init(smem.o_full[i / TEAMS][i % TEAMS], TEAM_THREADS);
         }
         for (int stage = 0; stage < K_STAGES; ++stage) {
-            mbarrier_init(smem.k_full[stage], MAPPED ? 1 : WARP_SIZE + 1);
+            mbarrier_init(smem.k_full[stage], KEY_ARRIVALS);
             mbarrier_init(smem.k_empty[stage], TEAMS * 4);  // one lane of each warp
         }
         for (int stage = 0; stage < V_STAGES; ++stage) {
-            mbarrier_init(smem.v_full[stage], MAPPED ? 1 : WARP_SIZE);
+            mbarrier_init(smem.v_full[stage], VALUE_ARRIVALS);
             mbarrier_init(smem.v_empty[stage], TEAMS * 4);
         }
         for (int i = 0; i < DEALT; ++i) {
@@ -115,6 +148,7 @@ struct PrefillSm90Cta {
             mbarrier_init(smem.dealt_empty[i], 1 + TEAMS);  // who copies values, who serves teams
         }
         mbarrier_init(smem.v_landed, 1);
+        smem.copies.set_up();
         fence_mbarrier_init();
     }
 
@@ -135,11 +169,10 @@ template <
     bool SOFT_CAP,
     bool MASKED,
     bool MAPPED>
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(prefill_sm90_threads<KV>, 1)
     prefill_sm90(const __grid_constant__ PrefillSm90Params p) {
     using Cta = PrefillSm90Cta<
         KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, SLOTS, K_STAGES, V_STAGES, PAGED, MASKED, MAPPED>;
-    static_assert(Cta::THREADS == 384, "as the launch bounds say");
     extern __shared__ __align__(1024) char smem_bytes[];
     auto& smem = *reinterpret_cast<typename Cta::Smem*>(smem_bytes);
     // The same in all lanes, which the compiler is told: descriptors then take no lane's registers.
@@ -153,6 +186,13 @@ __global__ void __launch_bounds__(384, 1)
     __syncthreads();
 
     // 2 each warp its task
+    if constexpr (Cta::FP8) {
+        if (warp_idx >= 12) {
+            setmaxnreg_dec<Cta::LAYOUT_REGISTERS>();
+            lay_out_fp8_values<Cta>(smem, warp_idx - 12);
+            return;
+        }
+    }
     if (warp_idx < 4) {
         setmaxnreg_dec<Cta::SERVER_REGISTERS>();
         if (warp_idx == 0) {
@@ -162,7 +202,9 @@ __global__ void __launch_bounds__(384, 1)
                 serve_key_tokens<Cta>(p, smem);
             }
         } else if (warp_idx == 1) {
-            if constexpr (MAPPED) {
+            if constexpr (Cta::FP8) {
+                copy_fp8_values<Cta>(p, smem);
+            } else if constexpr (MAPPED) {
                 serve_values<Cta>(p, smem);
             } else {
                 serve_value_tokens<Cta>(p, smem);
@@ -172,7 +214,12 @@ __global__ void __launch_bounds__(384, 1)
         }
     } else {
         setmaxnreg_inc<Cta::TEAM_REGISTERS>();
-        Team<KV, Cta, SOFT_CAP, PrefillSm90Params>(p, smem, warp_idx).attend();
+        if constexpr (Cta::FP8) {
+            static_assert(!SOFT_CAP && !MASKED, "teams of fp8 have neither");
+            Fp8Team<KV, Cta, PrefillSm90Params>(p, smem, warp_idx).attend();
+        } else {
+            Team<KV, Cta, SOFT_CAP, PrefillSm90Params>(p, smem, warp_idx).attend();
+        }
     }
 }
 

@@ -151,6 +151,8 @@ def _attention_rows() -> Iterator[Row]:
         name, case = f"b4_q4096_kv4096_h32x8_d{dim}_p16", f"ragged/b4_n4096_causal_d{dim}"
         shape = f"4 x 4096 tokens, causal, heads of {dim}"
         yield Row("`prefill`, ragged", shape, f"test_ragged_prefill[{name}]", case)
+    name = f"test_ragged_prefill_of_fp8_beside_bfloat16[b4_q4096_kv4096_{_HEADS}_float8_e4m3fn]"
+    yield Row("`prefill`, ragged", "4 x 4096 tokens, causal, all of fp8", name)
     for batch, qo, kv, page in ((16, 512, 8192, 16), (4, 4096, 4096, 16), (16, 512, 8192, 64)):
         shape = f"{batch} x {qo} rows on {kv} keys, causal, page {page}"
         name = f"test_paged_prefill[b{batch}_q{qo}_kv{kv}_h32x8_d128_p{page}]"
@@ -176,6 +178,7 @@ def _attention_rows() -> Iterator[Row]:
 # Benchmarks that are asked for a limit, whatever their shapes: the call, and on what.
 _ASKED = {
     "test_decode_of_fp8_beside_bfloat16": ("`decode`", "64 x 8192 keys in fp8"),
+    "test_ragged_prefill_of_fp8_beside_bfloat16": ("`prefill`", "4 x 4096 tokens in fp8"),
     "test_mixed_lengths_beside_even_ones": ("`decode`", "512 requests of mixed lengths"),
     "test_four_rows_beside_one": ("`prefill`", "4 rows each on 64 x 8192 keys"),
     "test_a_tree_mask_costs_little_more_than_causal": (

@@ -77,9 +77,14 @@ def test_prefill_plans_and_attends(head_dim, causal, window_left, table, gpu):
     ("q", "kv", "head_dim", "options", "on_hopper"),
     [
         ("bfloat16", "bfloat16", 128, {}, True),
+        ("float8_e4m3fn", "float8_e4m3fn", 128, {}, True),
+        ("float8_e4m3fn", "float8_e4m3fn", 128, {"window_left": 5}, True),
+        ("float8_e4m3fn", "float8_e4m3fn", 128, {"logits_soft_cap": 5.0}, False),
+        ("float8_e4m3fn", "float8_e4m3fn", 64, {}, False),
+        ("float8_e5m2", "float8_e5m2", 128, {}, False),
         ("bfloat16", "float8_e4m3fn", 128, {}, False),
+        ("float8_e4m3fn", "float8_e5m2", 128, {}, False),
         ("float8_e4m3fn", "bfloat16", 128, {}, False),
-        ("float8_e5m2", "float16", 64, {}, False),
     ],
 )
 def test_prefill_of_fp8(q, kv, head_dim, options, on_hopper, table, gpu):

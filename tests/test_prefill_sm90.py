@@ -3,7 +3,7 @@
 The cases are those of the portable kernel, with Hopper's kernel chosen for all that it has tiles
 for, however few rows there are; and what only that kernel has: copies of pieces of pages and of
 single tokens, pages that do not exist, tiles of items that any CTA may take, scores far above those
-before, entries of masks as steps.
+before, entries of masks as steps, weights of e4m3.
 """
 
 import cupy as cp
@@ -22,9 +22,21 @@ from test_decode import (
 )
 from test_prefill import GRID, KINDS, Call
 from test_ragged import assert_is_prefill, prefill_arrays
-from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
+from tolerances import (
+    ATTENTION,
+    LSE,
+    LSE_E4M3,
+    ROW_NORM,
+    SUM_LOSS_E4M3,
+    assert_close,
+    assert_rows_close,
+    assert_same_bits,
+    max_abs,
+    to_numpy,
+)
 
 from cukv import PagedKVCache, RaggedMask, RaggedTensor, _paged_attention, reference
+from cukv._arrays import as_dtype
 from cukv._kernels import arch_of
 from cukv._specialisations import Sm90Tile, runs_on, sm90_tiles
 from cukv._tiles import _ALL_ROWS, Served
@@ -155,7 +167,7 @@ def test_ragged_keys_wider_than_values(options, rng, forced):
 STEPS = [128, 256]
 
 # Options alone and with the diagonal; scales of either sign and none.
-OPTIONS = [
+OPTIONS: list[dict[str, float]] = [
     {"window_left": 9},
     {"window_left": 0, "causal": True},
     {"window_left": 130, "causal": True},
@@ -443,3 +455,156 @@ def test_large_calls_choose_it_by_themselves(head_dim, rng):
     case = PagedCase((600,), 1, 1, head_dim, dtype="bfloat16")
     cache, table = case.nouns(case.arrays(rng), cp)
     assert planned_on_hopper(cache.plan(q, table, causal=True))
+
+
+# Queries, keys and values of e4m3, which are multiplied as they are
+
+E4M3 = "float8_e4m3fn"
+
+
+def assert_is_near(got, want, v, v_scale=1.0):
+    """Compare (o, lse) with the definition's, each row with a key by its norm too."""
+    assert_close(got[1], want[1], LSE_E4M3)
+    assert_close(got[0], want[0], ATTENTION[E4M3], scale=max_abs(v) * abs(v_scale))
+    o, seen = to_numpy(got[0]).astype(np.float32), ~np.isneginf(want[1])
+    assert (o[~seen] == 0).all()
+    assert_rows_close(o[seen], want[0][seen], ROW_NORM[E4M3])
+
+
+def ragged_e4m3(rng, heads, qo_lens, kv_lens):
+    """Draw q, k and v of e4m3: on the host, and as nouns."""
+    q, k, v = prefill_arrays(rng, E4M3, heads, (128, 128), qo_lens, kv_lens)
+    arrays = q.astype(np.float32).astype(k.dtype), k, v
+    lens = qo_lens, kv_lens, kv_lens
+    nouns = [
+        RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(n)))
+        for x, n in zip(arrays, lens, strict=True)
+    ]
+    return arrays, nouns
+
+
+def check_e4m3(rng, forced, heads, qo_lens, kv_lens, **options):
+    arrays, (q, k, v) = ragged_e4m3(rng, heads, qo_lens, kv_lens)
+    got = q.prefill(k, v, return_lse=True, **options)
+    indptrs = indptr_of(qo_lens), indptr_of(kv_lens)
+    host = {n: to_numpy(x) if isinstance(x, cp.ndarray) else x for n, x in options.items()}
+    want = reference.ragged_prefill(arrays[0], indptrs[0], *arrays[1:], indptrs[1], **host)
+    assert_is_near(got, want, arrays[2], options.get("v_scale", 1.0))
+    assert forced
+
+
+# Groups that divide a team of rows and one that does not; ends of steps, and a step too many.
+@pytest.mark.parametrize("heads", [(1, 1, 1), (8, 2, 2), (8, 1, 1), (6, 2, 2)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_e4m3_of_any_lengths(causal, heads, rng, forced):
+    kv_lens = (1, 17, 0, 127, 129, 128, 1500)
+    check_e4m3(rng, forced, heads, (1, 20, 3, 0, 70, 128, 333), kv_lens, causal=causal)
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS if "logits_soft_cap" not in o], ids=str)
+def test_e4m3_with_options(options, rng, forced):
+    check_e4m3(rng, forced, (8, 2, 2), (0, 1, 200, 5, 77), (9, 0, 333, 130, 40), **options)
+
+
+def test_e4m3_with_sinks(rng, forced):
+    sinks = cp.asarray(rng.normal(0, 3, 8).astype(np.float32))
+    check_e4m3(rng, forced, (8, 2, 2), (40, 3), (333, 7), sinks=sinks, causal=True)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_e4m3_in_every_kind_of_page(causal, page_size, rng, forced):
+    for form, layout in (("5d", "NHD"), ("pair", "HND")):
+        case = PagedCase((45, 0, 700, 17), page_size, 2, 128, dtype=E4M3, layout=layout, form=form)
+        arrays = case.arrays(rng)
+        cache, table = case.nouns(arrays, cp)
+        qo_indptr = np.array([0, 3, 5, 305, 335])
+        q = case.queries(rng, 335, 8).astype(np.float32).astype(arrays.v.dtype)
+        got = attend(cache, table, cp.asarray(q), qo_indptr, causal=causal)
+        assert_is_near(got, define(case, arrays, q, qo_indptr, causal=causal), arrays.v)
+    assert forced
+
+
+# Results of every dtype, by maps and without, of queries that lie anywhere.
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
+def test_e4m3_of_any_strides_and_to_any_dtype(out, rng, forced):
+    arrays, (q, k, v) = ragged_e4m3(rng, (8, 2, 2), (80, 10), (300, 45))
+    want = reference.ragged_prefill(
+        arrays[0], indptr_of((80, 10)), *arrays[1:], indptr_of((300, 45)), causal=True
+    )
+    wide = cp.empty((90, 9, 132), arrays[0].dtype)
+    view = wide[:, 1:, 3:-1]
+    view.view(np.uint8)[...] = q.rows.view(np.uint8)
+    for rows in (q.rows, view):
+        to = cp.empty((90, 9, 132), as_dtype("test", "out", out))
+        bits = to.view(f"u{to.itemsize}")
+        bits[...] = 0x7F7F
+        for results in (cp.empty((90, 8, 128), to.dtype), to[:, 1:, 3:-1]):
+            mine = RaggedTensor(rows, q.indptr)
+            got = mine.prefill(k, v, causal=True, return_lse=True, out=results)
+            assert_is_near(got, want, arrays[2])
+        for beside in (bits[:, :1], bits[..., :3], bits[..., -1:]):
+            assert (beside == 0x7F7F).all()
+    assert forced
+
+
+def test_e4m3_of_few_rows_over_many_keys_is_split(rng, forced):
+    arrays, (q, k, v) = ragged_e4m3(rng, (4, 1, 1), (40, 3, 7), (9000, 3, 5001))
+    found = [q.prefill(k, v, causal=True, return_lse=True) for _ in range(4)]
+    indptrs = indptr_of((40, 3, 7)), indptr_of((9000, 3, 5001))
+    want = reference.ragged_prefill(arrays[0], indptrs[0], *arrays[1:], indptrs[1], causal=True)
+    assert_is_near(found[0], want, arrays[2])
+    for got in found:
+        for x, first in zip(got, found[0], strict=True):
+            assert_same_bits(x, first)
+    assert forced
+
+
+# Sums have fewer bits than float32 and lose a part of themselves with each step, of which no more
+# comes together than is known.
+def test_e4m3_of_positive_values_over_many_keys(rng, forced):
+    arrays, (q, k, _) = ragged_e4m3(rng, (4, 1, 1), (70,), (16384,))
+    positive = np.abs(arrays[2].astype(np.float32)).astype(arrays[2].dtype)
+    v = RaggedTensor(cp.asarray(positive), k.indptr)
+    got = q.prefill(k, v, return_lse=True)
+    want = reference.ragged_prefill(
+        arrays[0], np.array([0, 70]), arrays[1], positive, np.array([0, 16384])
+    )
+    assert_is_near(got, want, positive)
+    ratio = np.vdot(to_numpy(got[0]).astype(np.float64), want[0]) / np.vdot(want[0], want[0])
+    assert -16384 * SUM_LOSS_E4M3 < ratio - 1 < 2.0**-11
+    assert forced
+
+
+def test_e4m3_of_pages_that_do_not_exist_is_dropped(rng, forced):
+    case = PagedCase((900, 77), 24, 2, 128, dtype=E4M3)
+    arrays = case.arrays(rng)
+    cache, table = case.nouns(arrays, cp)
+    q = cp.asarray(case.queries(rng, 90, 8).astype(np.float32).astype(arrays.v.dtype))
+    table.indices[1:-1:3] = -1
+    got = attend(cache, table, q, [0, 50, 90], causal=True)
+    # The portable kernel drops them too.
+    want = attend(cache, table, q, [0, 50, 90], causal=True, logits_soft_cap=1e4)
+    assert_close(got[1], want[1], LSE_E4M3)
+    seen = ~np.isneginf(to_numpy(want[1]))
+    o, other = (to_numpy(x[0]).astype(np.float32) for x in (got, want))
+    assert_rows_close(o[seen], other[seen], ROW_NORM[E4M3] + ROW_NORM["bfloat16"])
+    assert forced
+
+
+# What the kernel has no code for is the portable one's.
+@pytest.mark.parametrize("options", [{"logits_soft_cap": 5.0}, {"custom_mask": True}], ids=str)
+def test_e4m3_with_a_cap_or_a_mask_is_portable(options, rng, forced):
+    arrays, (q, k, v) = ragged_e4m3(rng, (4, 2, 2), (50, 9), (70, 200))
+    host = dict(options)
+    if "custom_mask" in options:
+        flat = rng.random(50 * 70 + 9 * 200) < 0.5
+        options = {"custom_mask": RaggedMask(cp.asarray(flat), [0, 50, 59], [0, 70, 270])}
+        host = {"custom_mask": flat}
+    got = q.prefill(k, v, return_lse=True, **options)
+    want = reference.ragged_prefill(
+        arrays[0], indptr_of((50, 9)), *arrays[1:], indptr_of((70, 200)), **host
+    )
+    capped = "logits_soft_cap" in options
+    assert_attends(got, want, operands="bfloat16", scale=max_abs(arrays[2]), capped=capped)
+    assert forced

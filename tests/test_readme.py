@@ -284,5 +284,7 @@ def test_every_generation_serves_the_usual_head_dims(generation, dim, dtype, one
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_hopper_has_kernels_of_its_own_and_no_other_gpu_does(dim):
     for generation in GENERATIONS:
-        kernels = kernels_of(generation, BFLOAT16, (dim, dim), one_row=False)
-        assert ("prefill_sm90" in kernels) == (generation.arch == "sm_90a")
+        for dtype, dims in ((BFLOAT16, (64, 128, 256)), (FLOAT8_E4M3, (128,))):
+            kernels = kernels_of(generation, dtype, (dim, dim), one_row=False)
+            wanted = generation.arch == "sm_90a" and dim in dims
+            assert ("prefill_sm90" in kernels) == wanted

@@ -12,7 +12,13 @@ from cukv._ragged_pages import _RaggedPair
 from cukv._rows import Pages
 from cukv._tensor_maps import Copies, box_of, copies_of, piece_tokens
 
-STEPS = {64: 128, 128: 128, 256: 64}  # tokens that heads of so many elements take at a time
+# Tokens that heads of so many elements of a dtype take at a time.
+STEPS = {
+    (64, "float16"): 128,
+    (128, "float16"): 128,
+    (256, "float16"): 64,
+    (128, "float8_e4m3fn"): 128,
+}
 
 
 def pair(k, v=None, kind=PagePair):
@@ -36,25 +42,30 @@ def copied(array, box, start):
     return np.where(inside, offsets, -1).T
 
 
-def layouts(page_size, num_heads, dim):
+def layouts(page_size, num_heads, dim, dtype):
     """Give arrays [num_pages, page_size, num_heads, dim] of each layout and form, by name."""
     pages = 5
-    yield "NHD, one array", fake_cupy((pages, 2, page_size, num_heads, dim))[:, 1]
-    yield "HND, one array", fake_cupy((pages, 2, num_heads, page_size, dim))[:, 0].swapaxes(1, 2)
-    yield "HND pair", fake_cupy((pages, num_heads, page_size, dim)).swapaxes(1, 2)
-    padded = fake_cupy((pages, page_size + 3, num_heads + 1, dim + 64))
+
+    def make(*shape):
+        return fake_cupy((pages, *shape), dtype)
+
+    yield "NHD, one array", make(2, page_size, num_heads, dim)[:, 1]
+    yield "HND, one array", make(2, num_heads, page_size, dim)[:, 0].swapaxes(1, 2)
+    yield "HND pair", make(num_heads, page_size, dim).swapaxes(1, 2)
+    padded = make(page_size + 3, num_heads + 1, dim + 128)
     yield "padded", padded[:, :page_size, :num_heads, :dim]
-    yield "every other head", fake_cupy((pages, page_size, 2 * num_heads, dim))[:, :, ::2]
+    yield "every other head", make(page_size, 2 * num_heads, dim)[:, :, ::2]
 
 
 # Pages shorter than a step, as long, longer; that do not divide it; one head and several.
 @pytest.mark.parametrize("page_size", [8, 16, 24, 48, 128, 256])
 @pytest.mark.parametrize("num_heads", [1, 3])
-@pytest.mark.parametrize(("dim", "step"), STEPS.items())
-def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, dim, step):
+@pytest.mark.parametrize(("heads", "step"), STEPS.items())
+def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, heads, step):
+    dim, dtype = heads
     piece = piece_tokens(page_size, step)
     assert page_size % piece == step % piece == piece % 8 == 0
-    for name, array in layouts(page_size, num_heads, dim):
+    for name, array in layouts(page_size, num_heads, dim, dtype):
         assert copies(array) == Copies(paged=True, mapped=True), name
         page, token, head, _ = array.strides
         box = box_of(array, step, dim)
@@ -64,28 +75,30 @@ def test_a_copy_brings_a_piece_of_a_page_and_of_one_head(page_size, num_heads, d
             tokens, spans = np.arange(piece) + first, np.arange(dim)
             want = 3 * page + tokens[:, None] * token + h * head + spans * array.itemsize
             # a copy has 8 rows of each span together
-            want = want.reshape(piece // 8, 8, dim // 64, 64).swapaxes(1, 2)
+            want = want.reshape(piece // 8, 8, -1, 128 // array.itemsize).swapaxes(1, 2)
             np.testing.assert_array_equal(got[0], want, err_msg=name)
         assert (copied(array, box, (0, 0, 0, 0, array.shape[0])) == -1).all(), "a page past the end"
 
 
 @pytest.mark.parametrize("hnd", [False, True])
-@pytest.mark.parametrize(("dim", "step"), STEPS.items())
-def test_a_copy_of_ragged_rows_stops_at_their_end(dim, step, hnd):
-    array = fake_cupy((3, 300, dim) if hnd else (300, 3, dim))
+@pytest.mark.parametrize(("heads", "step"), STEPS.items())
+def test_a_copy_of_ragged_rows_stops_at_their_end(heads, step, hnd):
+    dim, dtype = heads
+    array = fake_cupy((3, 300, dim) if hnd else (300, 3, dim), dtype)
     rows = (array.swapaxes(0, 1) if hnd else array)[:, None]
     assert copies(rows, kind=_RaggedPair) == Copies(paged=False, mapped=True)
     box = box_of(rows, step, dim)
     row, _, head, _ = rows.strides
     got = copied(rows, box, (0, 250, 2 * head // 128))
-    want = (250 + np.arange(step))[:, None] * row + 2 * head + np.arange(dim) * 2
+    want = (250 + np.arange(step))[:, None] * row + 2 * head + np.arange(dim) * array.itemsize
     want[50:] = -1
-    np.testing.assert_array_equal(got, want.reshape(step, dim // 64, 64).swapaxes(0, 1))
+    want = want.reshape(step, -1, 128 // array.itemsize).swapaxes(0, 1)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_values_of_fewer_elements_are_copied_within_their_array():
     array = fake_cupy((40, 16, 2, 64))
-    box = box_of(array, STEPS[128], 128)  # for a tile of 128
+    box = box_of(array, 128, 128)  # for a tile of 128
     got = copied(array, box, (0, 0, 1, 0, 39))
     assert got.max() < array.size * array.itemsize
     assert (got[:, :, 1] == -1).all(), "what follows the last head"
@@ -100,7 +113,8 @@ def test_what_a_map_cannot_read_is_copied_token_by_token_if_it_is_aligned():
         fake_cupy((5, 1, 3, 128)),
         fake_cupy((5, 16, 3, 96)),
         fake_cupy((5, 16, 3, 136))[..., :128],  # heads that begin within a span
-        fake_cupy((5, 16, 3, 128), "float8_e4m3fn"),
+        fake_cupy((5, 16, 3, 128), "float8_e5m2"),
+        fake_cupy((5, 16, 3, 64), "float8_e4m3fn"),  # half a span
         fake_cupy((0, 16, 3, 128)),
         shifted,
         good[::-1],

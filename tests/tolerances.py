@@ -8,6 +8,7 @@ dtype       u         significand
 float16     2^-11     11 bits
 bfloat16    2^-8      8 bits
 float32     2^-24     24 bits
+e4m3        2^-4      4 bits
 ==========  ========  =============================================
 
 **Attention output.** ``o = sum(p * v) / sum(p)``. With ``V`` the largest ``|v|`` (``scale`` below):
@@ -20,6 +21,15 @@ float32     2^-24     24 bits
 So ``|got - want| <= 2 * u * V``, and for float32 outputs of float32 arithmetic ``2^-14 * V``. A
 float32 output of 16-bit operands still has their rounded probabilities: name the operands' dtype.
 
+**fp8.** Where queries, keys and values are all e4m3 a kernel may round weights to e4m3, up to 2^8
+before they are divided by their sum, which is that of the exact ones: ``u * V``. Those below e4m3's
+normal numbers, ``2^-6``, are off by ``2^-10`` at most, ``2^-18`` of the largest: ``2^-4 * V`` for
+2^14 keys. ``2 * u * V`` holds both; o is bfloat16 then, which adds its ``2^-8 * V``. The queries'
+dtype names the bound; fp8 caches with 16-bit queries keep the bound of these. Scores stay within
+those of ``LSE_E4M3``. Tensor cores keep 14 bits of sums of e4m3: a sum loses ``2^-15`` of itself on
+average with each product of 32 keys, and so one that grows steadily half of that
+(``SUM_LOSS_E4M3`` for n keys), where values have one sign.
+
 **Merge.** The states arrive in the dtype and are weighted in float32: one rounding, ``u * |o|``,
 and another where the definition was itself rounded: ``2 * u * |o|``; weights that cancel leave
 float32's ``2^-20 * V``.
@@ -27,6 +37,9 @@ float32's ``2^-20 * V``.
 **lse.** float32, base 2. Logits are float32 sums over ``head_dim <= 256``: below ``2^-11`` in all,
 and ``2^-20`` of the value where it is large. A library that adds up the rounded weights of its
 tensor-core product (``LSE_OF_ROUNDED``) has a sum that is off by ``u``: ``log2(1 + u)`` more.
+Scores of e4m3 (``LSE_E4M3``) are four products of 32 elements, and each loses up to ``2^-13`` of
+the sum so far: ``2^-11`` of a score. Those of 128 random elements stay below 64, to base 2 and
+scaled below 8: ``2^-8``.
 
 **Soft cap.** A hardware ``tanh`` is allowed while lse stays within 4e-3. A logit that is off by
 ``d = 4e-3 * ln 2`` changes ratios of weights by ``exp(2 * d) - 1`` at most: ``6e-3 * V`` in o.
@@ -36,7 +49,9 @@ tensor-core product (``LSE_OF_ROUNDED``) has a sum that is off by ``u``: ``log2(
 counts, relative to the row's: each term of ``sum(p * v)`` is off by ``u`` at most, and errors of
 random terms add up as the terms do: ``u`` of the sum; rounding o is another ``u``, and both are
 exceeded twofold by no row: ``4 * u``. Where two results of kernels are compared, each is that near
-to the definition, and they to each other within the sum: ``2 * ROW_NORM``.
+to the definition, and they to each other within the sum: ``2 * ROW_NORM``. e4m3 weights are off by
+less than half of their ``u`` on average, and so are rows; no row is off by ``u``, and bfloat16's
+``4 * u`` for the rest.
 
 **Conversion** (append, gather, copy): no bound; ``assert_same_bits``.
 """
@@ -57,9 +72,14 @@ _U = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 ATTENTION = {name: Bound(max(2 * u, 2.0**-14), 2 * u) for name, u in _U.items()}
 ATTENTION_TANH = {name: Bound(b.absolute + 6e-3, b.relative) for name, b in ATTENTION.items()}
+_E4M3 = 2.0**-4
+ATTENTION["float8_e4m3fn"] = Bound(2 * _E4M3 + _U["bfloat16"], 2 * _E4M3 + _U["bfloat16"])
 MERGE = {name: Bound(2.0**-20, 2 * u) for name, u in _U.items()}
 ROW_NORM = {name: 4 * u for name, u in _U.items()}
+ROW_NORM["float8_e4m3fn"] = _E4M3 + ROW_NORM["bfloat16"]
+SUM_LOSS_E4M3 = 2.0**-15 / 32 / 2  # of the sum, for a key
 LSE = Bound(2.0**-11, 2.0**-20)
+LSE_E4M3 = Bound(2.0**-8, 2.0**-11)
 LSE_OF_ROUNDED = {n: Bound(LSE.absolute + np.log2(1 + u), LSE.relative) for n, u in _U.items()}
 LSE_TANH = Bound(4e-3, 2.0**-20)
 

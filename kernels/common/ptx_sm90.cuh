@@ -178,6 +178,18 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&x)[4
                  : "memory");
 }
 
+// Four floats rounded to e4m3, the first in the lowest byte; what is too large becomes 448.
+__device__ __forceinline__ uint32_t cvt_e4m3x4(float x0, float x1, float x2, float x3) {
+    uint32_t four;
+    asm("{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}"
+        : "=r"(four)
+        : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+    return four;
+}
+
 // Stores a float by a predicated instruction, where a branch would not do.
 __device__ __forceinline__ void st_shared_if(bool stores, float& to, float x) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.f32 [%0], %1;\n}" ::"r"(

@@ -2,8 +2,8 @@
 //
 // Queries of an item lie in one of Cta::SLOTS places, and so do its results when the team has
 // computed them. Cta: Queries and Results, their tiles; TEAM_ROWS; Order, which tells the team what
-// to do; Smem with q, orders and their barriers. Params: q, q_rows, q_map and q_mapped, whether it
-// may be used; the same of o; levels, group, sm_scale, q_scale, k_scale, head_dim_vo.
+// to do; FP8; Smem with q, orders and their barriers. Params: q, q_rows, q_map and q_mapped,
+// whether it may be used; the same of o; levels, group, sm_scale, q_scale, k_scale, head_dim_vo.
 #pragma once
 #include "common/kv_server.cuh"
 #include "common/queries.cuh"
@@ -82,14 +82,15 @@ struct RowServer {
             each_chunk<Queries, 1>(
                 tile, p.q_rows, p.levels.q_rows, order, [&](char* to, int64_t offset, int, int) {
                     Query8 x;
-                    x.load(p.q + offset, p.q_rows.kind, false);
+                    // A chunk is 16 bytes, of whatever they are.
+                    x.load(p.q + offset, Cta::FP8 ? KIND_HALF : p.q_rows.kind, false);
                     *reinterpret_cast<uint4*>(to) = x.bits;
                 });
         }
         if (negate) {
             __syncwarp();  // the other lanes' copies have landed too
             for (int i = threadIdx.x % WARP_SIZE; i < Queries::BYTES / 16; i += WARP_SIZE) {
-                constexpr uint32_t SIGNS = 0x80008000u;
+                constexpr uint32_t SIGNS = Cta::FP8 ? 0x80808080u : 0x80008000u;
                 uint4& x = reinterpret_cast<uint4*>(tile)[i];
                 x = make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
             }

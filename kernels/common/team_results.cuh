@@ -22,7 +22,9 @@ struct TeamResults {
         int slot, const float (&m)[2], const float (&d)[2], int64_t rows_behind) const {
         constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const typename Cta::Order& order = smem.orders[slot][team];
-        const bool staged = p.o_rows.kind == KIND && p.o_rows.aligned;
+        // Results of fp8 have either dtype.
+        const bool staged = (is_fp8<KV> ? p.o_rows.kind <= KIND_BFLOAT16 : p.o_rows.kind == KIND) &&
+                            p.o_rows.aligned;
         const float v_scale = p.v_scale.get();
         float factor[2] = {output_factor(v_scale, d[0]), output_factor(v_scale, d[1])};
         // Where a row is in q and o takes longer to find out than all else here.
@@ -37,7 +39,7 @@ struct TeamResults {
             if (at_row < order.item.num_rows && lane_idx % 4 == 0) {
                 result.store_lse();
             }
-            if (p.o_rows.kind == KIND_FLOAT && p.o_rows.aligned) {
+            if (!is_fp8<KV> && p.o_rows.kind == KIND_FLOAT && p.o_rows.aligned) {
                 store_floats(result, at_row < order.item.num_rows, h);
             } else if (!staged) {
 #pragma unroll
@@ -53,22 +55,43 @@ struct TeamResults {
             }
         }
         if (staged) {
-            const uint32_t tile = smem_address(smem.q[slot][team]);
-            const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
+            if constexpr (is_fp8<KV>) {
+                stage_neighbours(slot, factor);
+            } else {
+                const uint32_t tile = smem_address(smem.q[slot][team]);
+                const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
 #pragma unroll
-            for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
-                uint32_t x[4];
+                for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
+                    uint32_t x[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    // Adding 0 makes the results of a row without keys +0.
-                    const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
-                    x[j] = cvt_pair<KV>(
-                        fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
+                    for (int j = 0; j < 4; ++j) {
+                        // Adding 0 makes the results of a row without keys +0.
+                        const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
+                        x[j] = cvt_pair<KV>(
+                            fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
+                    }
+                    stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
                 }
-                stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
             }
         }
         return staged;
+    }
+
+    // Puts results where the rows' queries were, of sums whose tiles have every other feature.
+    __device__ __forceinline__ void stage_neighbours(int slot, const float (&factor)[2]) const {
+        const bool halves = p.o_rows.kind == KIND_HALF;
+#pragma unroll
+        for (int i = 0; i < Cta::State::O_VALUES / 4; ++i) {
+            const int h = i % 2, tile = i / 2 * 2;
+            const float *even = &state.o[tile][2 * h], *odd = &state.o[tile + 1][2 * h];
+            uint2 x;
+            const int feat = halves
+                                 ? neighbours<KV, half>(x, even, odd, factor[h], lane_idx % 4)
+                                 : neighbours<KV, bfloat16>(x, even, odd, factor[h], lane_idx % 4);
+            const int tile_row = warp_idx % 4 * 16 + lane_idx / 4 + 8 * h;
+            char* to = smem.q[slot][team] + Cta::Results::offset(tile_row, tile + feat / 8);
+            *reinterpret_cast<uint2*>(to + feat % 8 * 2) = x;
+        }
     }
 
     // Stores a row's sums as they lie in its lanes, whose pairs are whole sectors together. The

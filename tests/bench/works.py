@@ -180,7 +180,7 @@ def ragged(shape: Shape, mask: Any = None) -> Work:
         ]
         for _ in range(num_sets(cost["nbytes"]))
     ]
-    out = empty(*sets[0][0].rows.shape, dtype=shape.dtype)
+    out = empty(*sets[0][0].rows.shape, dtype=shape.row_dtype)
     seen = np.tri(shape.kv_len, dtype=bool) if shape.causal else None
     options: dict[str, Any] = {"causal": shape.causal}
     if mask is not None:
