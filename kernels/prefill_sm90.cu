@@ -76,10 +76,10 @@ struct PrefillSm90Cta {
     static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
     static constexpr int THREADS = prefill_sm90_threads<KV>;
     // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has; of fp8
-    // 128 * (64 + 2 * 200 + 48) = 65536, those of 512.
+    // 128 * (64 + 2 * 208 + 32) = 65536, those of 512.
     static constexpr int SERVER_REGISTERS = FP8 ? 64 : HEAD_DIM_VO > 64 ? 56 : 88;
-    static constexpr int TEAM_REGISTERS = FP8 ? 200 : HEAD_DIM_VO > 64 ? 224 : 208;
-    static constexpr int LAYOUT_REGISTERS = 48;
+    static constexpr int TEAM_REGISTERS = FP8 ? 208 : HEAD_DIM_VO > 64 ? 224 : 208;
+    static constexpr int LAYOUT_REGISTERS = 32;
     static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
     // Who says that a step's keys or values are there: who has them copied by a map; the copies of
     // each lane, and of keys who looks up which are dropped; of fp8 those who lay values out.

@@ -90,7 +90,7 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
     __device__ __forceinline__ Fp8Team(const Params& p, typename Cta::Smem& smem, int warp_idx)
         : Base(p, smem, warp_idx) {}
 
-    // A new item's queries, and sums of none of its keys.
+    // A new item's queries.
     __device__ __forceinline__ void begin() {
         const uint32_t tile = smem_address(smem.q[slot][team]);
         const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
@@ -99,6 +99,10 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
             ldmatrix_x4(q[i], tile + Queries::offset(tile_row, 2 * i + lane_idx / 16));
         }
         state.rows = RowStates{};
+    }
+
+    // Sums of none of an item's keys.
+    __device__ __forceinline__ void clear_sums() {
 #pragma unroll
         for (int i = 0; i < Cta::State::O_VALUES; ++i) {
             state.o[i / 4][i % 4] = 0.0f;
@@ -132,7 +136,7 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
         state.weigh(scale);
     }
 
-    // The first scores of an item, which no sums go with.
+    // The first scores of the first item, which no sums go with.
     __device__ __forceinline__ void first_scores() {
         token -= TOKENS;
         const bool masked = Base::masked();
@@ -175,7 +179,6 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
         hold(state.o);
         release_values();
         state.pack();
-        state.rescale();
     }
 
     __device__ __forceinline__ void last_sums() {
@@ -188,20 +191,39 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
         release_values();
     }
 
+    __device__ __forceinline__ void finish(int item_slot, RowStates rows) {
+        // Weights are LARGEST more than relative to the maxima.
+        rows.m[0] -= __fdividef(Cta::State::LARGEST, scale);
+        rows.m[1] -= __fdividef(Cta::State::LARGEST, scale);
+        Base::finish(item_slot, rows);
+    }
+
+    // Items follow each other without a pause: the last sums of one go with the next one's first
+    // scores.
     __device__ __forceinline__ void attend() {
-        while (Base::next_item()) {
-            begin();
-            first_scores();
+        if (!Base::next_item()) {
+            return;
+        }
+        begin();
+        clear_sums();
+        first_scores();
+        while (true) {
             while (token > first_token) {
                 step();
+                state.rescale();
             }
-            last_sums();
-            // Weights are LARGEST more than relative to the maxima.
-            RowStates rows = state.rows;
-            rows.m[0] -= __fdividef(Cta::State::LARGEST, scale);
-            rows.m[1] -= __fdividef(Cta::State::LARGEST, scale);
-            Base::finish(slot, rows);
+            const int old_slot = slot;
+            const RowStates old = state.rows;
+            if (!Base::next_item()) {
+                break;
+            }
+            begin();
+            step();
+            finish(old_slot, old);
+            clear_sums();
         }
+        last_sums();
+        finish(slot, state.rows);
     }
 };
 
