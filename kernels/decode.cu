@@ -25,22 +25,12 @@ using DecodeParams = AttentionParams;
 
 static_assert(sizeof(DecodeParams) == PARAMS_BYTES, "host and device disagree on the parameters");
 
-// The parameters of a call. One that is PLAIN has no options, rows of the cache's own dtype that
-// are moved in whole vectors, and heads as wide as the tile: what says so are constants then, and a
-// third of the code is gone.
+// The parameters of a plain call, which here is not causal and has a third less code, or as given.
 template <bool PLAIN, typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO>
 __device__ __forceinline__ decltype(auto) params_of(const DecodeParams& given) {
     if constexpr (PLAIN) {
-        DecodeParams p = given;
-        p.sinks = nullptr;
-        p.logits_soft_cap = 0.0f;
+        DecodeParams p = plain_params<KV, HEAD_DIM_QK, HEAD_DIM_VO>(given);
         p.causal = 0;
-        p.window_left = -1;
-        p.work.mask.entries = nullptr;
-        p.q_rows.kind = p.o_rows.kind = KIND_OF<KV>;
-        p.q_rows.aligned = p.o_rows.aligned = 1;
-        p.head_dim = HEAD_DIM_QK;
-        p.head_dim_vo = HEAD_DIM_VO;
         return p;
     } else {
         return (given);

@@ -32,4 +32,19 @@ struct AttentionParams {
     int32_t window_left;  // -1: off
 };
 
+// The parameters of a plain call. It has no options, rows of the cache's own dtype that are moved
+// in whole vectors, and heads as wide as the tile: what says so are constants then.
+template <typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO>
+__device__ __forceinline__ AttentionParams plain_params(AttentionParams p) {
+    p.sinks = nullptr;
+    p.logits_soft_cap = 0.0f;
+    p.window_left = -1;
+    p.work.mask.entries = nullptr;
+    p.q_rows.kind = p.o_rows.kind = KIND_OF<KV>;
+    p.q_rows.aligned = p.o_rows.aligned = 1;
+    p.head_dim = HEAD_DIM_QK;
+    p.head_dim_vo = HEAD_DIM_VO;
+    return p;
+}
+
 }  // namespace cukv
