@@ -11,7 +11,7 @@ from cukv._index import pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
 from cukv._launches import are_aligned, pack_query_rows
 from cukv._plan import LONGEST_WINDOW
-from cukv._specialisations import KINDS
+from cukv._specialisations import KINDS, PrefillTile
 from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
 
 if TYPE_CHECKING:
@@ -81,24 +81,34 @@ def bind(
 
 
 def is_plain(
-    tile: DecodeTile,
+    tile: DecodeTile | PrefillTile,
     pages: PagePair,
     call: PagedCall,
     options: dict[str, Any],
     sinks: Array | None,
     out: Array | None,
 ) -> bool:
-    """Tell whether a call is one that ``decode`` calls PLAIN."""
+    """Tell whether a call is one that ``decode`` or ``prefill_sm80`` calls PLAIN."""
     rows = (call.q,) if out is None else (call.q, out)  # a new one is contiguous, and alike
+    if isinstance(tile, PrefillTile):
+        suits = _has_runs(pages, tile.tokens // tile.warps)
+    else:
+        suits = not options["causal"]
     return (
-        sinks is None
+        suits
+        and sinks is None
         and call.custom_mask is None
         and not options["logits_soft_cap"]
-        and not options["causal"]
         and options["window_left"] < 0
         and tile[1:3] == tuple(part.array.shape[3] for part in pages)
         and all(x.dtype == tile.dtype and are_aligned(x, _VECTOR_BYTES) for x in rows)
     )
+
+
+def _has_runs(pages: PagePair, tokens: int) -> bool:
+    """Tell whether aligned runs of so many tokens lie in one page, and strides in 32 bits."""
+    runs = pages.consecutive or pages.page_size % tokens == 0
+    return runs and all(0 <= s < 1 << 32 for part in pages for s in part.array.strides[:2])
 
 
 def _contiguous(shape: tuple[int, ...], dtype: Any) -> tuple[int, int, int]:

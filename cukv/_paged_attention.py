@@ -37,7 +37,14 @@ from cukv._launches import (
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
-from cukv._specialisations import DecodeTile, Sm90Tile, decode_tiles, sm90_tiles
+from cukv._specialisations import (
+    DecodeTile,
+    PrefillTile,
+    Sm90Tile,
+    decode_tiles,
+    prefill_tiles,
+    sm90_tiles,
+)
 from cukv._tensor_maps import NO_KV_MAPS, KvMaps, copies_of, kv_maps
 from cukv._tiles import Grid, Served, choose_grid, choose_level_tiles, choose_tiles, portable_tile
 from cukv.masks import PackedMask
@@ -403,12 +410,17 @@ class PagedAttention:
     ) -> tuple[Tile, Grid]:
         """Give the tile that works off a list in a call.
 
-        Of decode's a plain one where it can, for Hopper's the portable one where it cannot.
+        Of the portable kernels a plain one where it can, for Hopper's another where it cannot.
         """
         if isinstance(tile, DecodeTile):
             plain = not shared and is_plain(tile, self._pages, call, options, sinks, out)
             suited = tile._replace(plain=plain)
             return suited if suited in decode_tiles() else tile, grid
+        if isinstance(tile, PrefillTile):
+            plain = call.levels is None and is_plain(tile, self._pages, call, options, sinks, out)
+            paged = not (plain and self._pages.consecutive)
+            wide = tile._replace(plain=plain, paged=paged)
+            return wide if wide in prefill_tiles() else tile, grid
         if not isinstance(tile, Sm90Tile):
             return tile, grid
         if self._copies is not None:

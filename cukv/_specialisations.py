@@ -132,6 +132,8 @@ class PrefillTile(NamedTuple):
     warp_rows: int  # packed query rows of a warp
     warps: int
     aligned: bool  # keys and values are moved 16 bytes at a time
+    plain: bool = False  # for calls that have no options: PLAIN in kernels/prefill_sm80.cu
+    paged: bool = True  # plain: keys and values are not packed
 
     @property
     def kernel(self) -> str:
@@ -179,10 +181,15 @@ class PrefillTile(NamedTuple):
     def smem_bytes(self) -> int:
         """Size of ``PrefillCta::Smem`` in kernels/prefill_sm80.cu."""
         ring = 2 * self.tokens * (self.head_dim + self.head_dim_vo) * self.dtype.itemsize
-        ring = -(-(ring + 2 * 32 + 4 * self.tokens) // 1024) * 1024
+        own = -(-(2 * 48 + 8 + 32) // 16) * 16  # items and what is seen of one
+        if self.plain:  # RunRing
+            ring += self.warps * (32 * 32 + 4)
+            own += 64
+        else:  # SharedRing
+            ring += 2 * 32 + 4 * self.tokens
+            own += 2 * (self.tokens // self.warps * (32 + 12) + 24)
+        ring = -(-ring // 1024) * 1024
         queries = self.rows * (2 * (self.head_dim + 8) + 4)
-        own = 2 * 48 + 8 + 32  # items and what is seen of one
-        own = -(-own // 16) * 16 + 2 * (self.tokens // self.warps * (32 + 12) + 24)
         return int(-(-(ring + queries + self.warps * own + 16) // 1024) * 1024)
 
     @property
@@ -198,6 +205,8 @@ class PrefillTile(NamedTuple):
             "SCORES": self.scores,
             "MIN_CTAS": self.ctas_per_sm,
             "ALIGNED": str(self.aligned).lower(),
+            "PLAIN": str(self.plain).lower(),
+            "PAGED": str(self.paged).lower(),
         }
 
 
@@ -477,7 +486,8 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
             PrefillTile(dtype, *dims, *((32, 4) if wide and aligned else (16, 8)), aligned)
             for aligned in (True, False)
         ]
-    return tuple(tiles)
+    plain = [t._replace(plain=True) for t in tiles if t.warp_rows == 32 and t.dtype not in FP8]
+    return (*tiles, *plain, *(t._replace(paged=False) for t in plain))
 
 
 @functools.cache

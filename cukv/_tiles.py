@@ -142,7 +142,8 @@ def _fitting(
         and tile.head_dim_vo >= v.shape[3]
         and tile.aligned == aligned
         and tile.rows <= most_rows
-        and not (isinstance(tile, DecodeTile) and (tile.brief or tile.plain))
+        and not tile.plain
+        and not (isinstance(tile, DecodeTile) and tile.brief)
     ]
     tiles = [tile for tile in tiles if tile[1:3] == tiles[0][1:3]]  # the narrowest
     least = min(tile.smem_bytes for tile in tiles)

@@ -7,12 +7,15 @@
 // owns one KV head and one part of the work list; a warp owns WARP_ROWS of a tile's rows, and
 // brings their queries and leaves their results without the others. All warps copy a step of TOKENS
 // keys together while they compute with the one before.
+// PLAIN: a call without options but causal, whose keys are packed, or PAGED so that the rows that a
+// warp copies lie in one page: these are found all at once (common/run_ring.cuh), and what a step
+// does beside its products is a fifth less.
 // Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
 #include "common/row_bits.cuh"
-#include "common/shared_ring.cuh"
+#include "common/run_ring.cuh"
 #include "common/slots.cuh"
 #include "common/warp_queries.cuh"
 #include "common/warp_state.cuh"
@@ -24,6 +27,19 @@ using PrefillSm80Params = AttentionParams;
 static_assert(
     sizeof(PrefillSm80Params) == PARAMS_BYTES, "host and device disagree on the parameters");
 
+// The parameters of a plain call, which may be causal but has no levels here, or as given.
+template <bool PLAIN, typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO>
+__device__ __forceinline__ decltype(auto) params_of(const PrefillSm80Params& given) {
+    if constexpr (PLAIN) {
+        PrefillSm80Params p = plain_params<KV, HEAD_DIM_QK, HEAD_DIM_VO>(given);
+        p.first_seen = p.levels.q_rows = p.levels.o_rows = nullptr;
+        p.levels.num_rows = int64_t{1} << 62;  // no row is behind those of levels
+        return p;
+    } else {
+        return (given);
+    }
+}
+
 // Geometry of one specialisation, and its shared memory.
 template <
     typename KV,
@@ -33,16 +49,23 @@ template <
     int WARPS,
     int TOKENS,
     int SCORES,
-    bool ALIGNED>
+    bool ALIGNED,
+    bool PLAIN,
+    bool PAGED>
 struct PrefillCta {
     static constexpr int THREADS = WARPS * WARP_SIZE, ROWS = WARPS * WARP_ROWS;
     static constexpr int M_TILES = WARP_ROWS / 16;
 
-    using Ring = SharedRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, WARPS>;
-    using Loader = SharedLoader<Ring, ALIGNED, PrefillSm80Params>;
+    using Ring = typename Select<
+        PLAIN,
+        RunRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, WARPS, PAGED>,
+        SharedRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, WARPS>>::type;
+    using Loader = typename Select<
+        PLAIN,
+        RunLoader<Ring, PrefillSm80Params>,
+        SharedLoader<Ring, ALIGNED, PrefillSm80Params>>::type;
     using Queries = WarpQueries<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
-    using ScoreBits = typename UintOf<SCORES / 8>::type;
     using Scores = float[M_TILES][SCORES / 8][4];
     using Warp = WarpState<M_TILES, HEAD_DIM_VO / 8>;
 
@@ -64,7 +87,25 @@ struct PrefillCta {
         float scale;       // of common/logits.cuh
         float late_scale;  // that weights are made with; 0: scores must become logits first
         int32_t last;      // whether this CTA has the last ticket
+
+        // Those of keys and values in buffer 0.
+        __device__ __forceinline__ OperandAddresses operands(int warp_first) const {
+            if constexpr (PLAIN) {
+                return ring.lanes[tid_x()].operands;
+            } else {
+                return operands_of(*this, warp_first);
+            }
+        }
     };
+
+    static __device__ __forceinline__ OperandAddresses
+    operands_of(const Smem& smem, int warp_first) {
+        const uint32_t keys = smem_address(smem.ring.bytes[0]), values = keys + Ring::V_OFFSET;
+        return {
+            KeyOperands<KV>::template address<Ring::K_ROW_BYTES>(keys),
+            ValueOperands<KV>::template address<Ring::V_ROW_BYTES>(values),
+            Fragments::address_of(smem.q, warp_first)};
+    }
 
     // The part of an item that is this warp's: some of its rows.
     static __device__ __forceinline__ Item own_rows(Item item) {
@@ -72,17 +113,6 @@ struct PrefillCta {
         item.first_row += first;
         item.num_rows = min(max(item.num_rows - first, 0), WARP_ROWS);
         return item;
-    }
-
-    // Starts copying an item to where only this warp reads it.
-    static __device__ __forceinline__ void copy_item(Item& to, const Item* from) {
-        const int lane_idx = tid_x() % WARP_SIZE;
-        if (lane_idx < int{sizeof(Item) / 16}) {
-            cp_async_16(
-                smem_address(&to) + lane_idx * 16,
-                reinterpret_cast<const char*>(from) + lane_idx * 16, 16);
-        }
-        cp_async_commit_group();
     }
 
     // Leaves the state of this warp's rows in the item's slot.
@@ -171,23 +201,6 @@ struct PrefillCta {
                 }
             });
     }
-
-    // Hides the scores of the keys from `token` on that rows do not see; bit t of `all_keys`:
-    // whether the t-th is one.
-    static __device__ __forceinline__ void hide(
-        const PrefillSm80Params& p,
-        const Sight& sight,
-        Scores& s,
-        int32_t token,
-        uint64_t all_keys) {
-        RowBits<M_TILES, (SCORES + 31) / 32> bits;
-        if (sight.mask_class(p, token) == MIXED) {
-            bits.load_mask(p, sight, token);
-        } else {
-            bits.limit(p, sight, token);
-        }
-        bits.apply(s, static_cast<ScoreBits>(all_keys));
-    }
 };
 
 template <
@@ -199,15 +212,18 @@ template <
     int TOKENS,
     int SCORES,
     int MIN_CTAS,
-    bool ALIGNED>
+    bool ALIGNED,
+    bool PLAIN,
+    bool PAGED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
-    prefill_sm80(const __grid_constant__ PrefillSm80Params p) {
+    prefill_sm80(const __grid_constant__ PrefillSm80Params given) {
+    const auto& p = params_of<PLAIN, KV, HEAD_DIM_QK, HEAD_DIM_VO>(given);
     constexpr int AT_ONCE = SHORT_OF_REGISTERS && SCORES > 32 ? 32 : SCORES;
     // Whether what loads other steps goes between the products of one: with two CTAs an SM there
     // are few warps to compute meanwhile.
     constexpr bool WEAVES = ALIGNED && AT_ONCE == TOKENS && WARPS == 4;
-    using Cta =
-        PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, AT_ONCE, ALIGNED>;
+    using Cta = PrefillCta<
+        KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, AT_ONCE, ALIGNED, PLAIN, PAGED>;
     using Ring = typename Cta::Ring;
     static_assert(
         !WEAVES || TOKENS / 16 * Cta::Fragments::K_STEPS >= 4 * Ring::GROUPS,
@@ -235,6 +251,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         smem.scale = logits.scale;
         // Then a multiplication of each score is saved: the exponential's addition does it.
         smem.late_scale = !is_fp8<KV> && logits.is_scale() ? logits.scale : 0.0f;
+    }
+    if constexpr (PLAIN) {
+        const int kv_head = blockIdx.x % p.work.num_kv_heads;  // not there yet
+        Cta::Loader::begin(p, smem.ring, kv_head, Cta::operands_of(smem, warp_first));
+    } else if (tid_x() == 0) {
         Cta::Loader::begin(p, smem.ring, smem.kv_head);
     }
     if (tid_x() % WARP_SIZE == 0) {
@@ -250,33 +271,19 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     }
     __syncthreads();  // all that is there
     const typename Cta::Loader loader(p, smem.ring, own.ring, first, first_item, end_item);
-#pragma unroll
-    for (int n = -3; n < 0; ++n) {
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        __syncwarp();  // what was looked up
-        if (n == -1) {
-            loader.load(n);
-            continue;
-        }
-        const auto known = loader.know(n);
-        __syncwarp();  // every lane has read what look_up() writes anew
-        if (n == -2) {
-            loader.find(known, n + 2);
-        }
-        if (loader.look_up(known, n + 3)) {
-            loader.leave(n + 4);
-        }
-    }
+    loader.start();
     Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(first), smem.kv_head);
 
     uint32_t step = 0;  // of the part
     while (true) {
         if (tid_x() % WARP_SIZE == 0) {
             own.sight = Sight(p, Cta::own_rows(own.item()));
+            if (PLAIN && !PAGED) {  // of packed keys are_keys() does not say where they end
+                own.sight.all_to = min(own.sight.all_to, own.item().end_token);
+            }
         }
         if (!own.is_last()) {
-            Cta::copy_item(own.next(), p.work.items + own.item_idx + 1);
+            copy_item(own.next(), p.work.items + own.item_idx + 1);
         }
         __syncwarp();  // the sight is there
 
@@ -287,19 +294,20 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             const int32_t token = step_token + first;
             const Sight& sight = own.sight;
             float late_scale = smem.late_scale;
+            const int32_t end = token + AT_ONCE;  // without a window, rows see all before all_to
             const bool sees_all = __all_sync(
-                0xffffffffu, smem.ring.pair_of_keys(step) == Ring::BOTH && mask_class == FULL &&
-                                 !sight.hides(token, token + AT_ONCE));
+                0xffffffffu, smem.ring.are_keys(step) && mask_class == FULL &&
+                                 !(PLAIN ? end > sight.all_to : sight.hides(token, end)));
             const bool is_plain = sees_all && late_scale != 0.0f;
-            const uint32_t k_smem = smem_address(smem.ring.bytes[step % Ring::STAGES]);
-            const uint32_t v_smem = k_smem + Ring::V_OFFSET;
-            const typename Cta::Fragments fragments{smem.q, warp_first};
+            const OperandAddresses operands = smem.operands(warp_first);
+            const uint32_t buffer = step % Ring::STAGES * Ring::BYTES;
+            const typename Cta::Fragments fragments{smem.q, warp_first, operands.queries};
             typename Cta::Scores s = {};
             const typename Cta::Loader::Copies copies(loader, step + 1);
             multiply_keys<KV, Ring::K_ROW_BYTES>(
-                s, fragments, k_smem + first * Ring::K_ROW_BYTES, [&](int n) {
-                    if (WEAVES && n % 4 == 1 && n / 4 < Ring::GROUPS) {
-                        copies.start(n / 4);
+                s, fragments, operands.keys + buffer + first * Ring::K_ROW_BYTES, [&](int n) {
+                    if (WEAVES) {
+                        copies.meanwhile(n);
                     }
                 });
             float largest[Cta::M_TILES][2];
@@ -315,37 +323,30 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     late_scale = 1.0f;
                 }
                 if (!sees_all) {
-                    Cta::hide(p, sight, s, token, smem.ring.key_bits(step) >> first);
+                    const int32_t num_tokens = own.item().end_token - step_token;
+                    hide(p, sight, s, token, smem.ring.key_bits(step, num_tokens) >> first);
                 }
                 warp.find_largest(largest, s);
             }
             warp.weigh(s, largest, late_scale);
-            bool leaves = false;
-            typename Cta::Loader::Known known;
+            typename Cta::Loader::LookUps look_ups(loader, step);
             multiply_values<KV, Ring::V_ROW_BYTES>(
-                warp.o, s, v_smem + first * Ring::V_ROW_BYTES, [&](int n, int num) {
-                    if (WEAVES && n == num / 2) {
-                        known = loader.know(step);
-                    }
-                    if (WEAVES && n == num / 4 * 3) {
-                        loader.find(known, step + 2);
-                    }
-                    if (WEAVES && n == num / 8 * 7) {
-                        leaves = loader.look_up(known, step + 3);
+                warp.o, s, smem.operands(warp_first).values + buffer + first * Ring::V_ROW_BYTES,
+                [&](int n, int num) {
+                    if (WEAVES) {
+                        look_ups.meanwhile(n, num);
                     }
                 });
-            if (leaves) {
-                loader.leave(step + 4);
-            }
+            look_ups.finish();
         };
 #pragma unroll 1
         for (int32_t token = own.item().first_token, end_token = own.item().end_token;
              token < end_token; token += TOKENS, ++step) {
             cp_async_commit_group();
+            const int32_t end_seen = own.sight.end_token;
             cp_async_wait_group<0>();
             __syncthreads();  // all copies have landed, and the other buffer has been read
             if constexpr (WEAVES) {
-                const int32_t end_seen = own.sight.end_token;
                 const int32_t mask_class = own.sight.mask_class(p, token);
                 if (token < end_seen && mask_class != EMPTY) {
                     attend(token, 0, mask_class);
@@ -356,8 +357,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 // There are no registers for the scores of all.
                 loader.load(step);
 #pragma unroll 1
-                for (int first = 0; first < TOKENS && token + first < own.sight.end_token;
-                     first += AT_ONCE) {
+                for (int first = 0; first < TOKENS && token + first < end_seen; first += AT_ONCE) {
                     const int32_t mask_class = own.sight.mask_class(p, token + first);
                     if (mask_class != EMPTY) {
                         attend(token, first, mask_class);

@@ -201,6 +201,41 @@ def test_caches_of_fp8_or_narrower_than_their_tile_keep_all_code(
     assert [tile.plain for tile in tiles] == [False]
 
 
+@pytest.mark.parametrize("page_size", [None, 8, 16, 48])
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({}, True),
+        ({"causal": True, "k_scale": 2.0, "return_lse": True}, True),
+        ({"window_left": 5}, False),
+        ({"logits_soft_cap": 30.0}, False),
+        ({"sinks": fake_cupy(HEADS, "float32")}, False),
+        ({"out": fake_cupy((NNZ, HEADS, 128), "float32")}, False),
+        ({"custom_mask": next(mask for mask in masks() if mask is not None)}, False),
+    ],
+)
+def test_prefill_without_options_has_a_tile_without_their_code_if_keys_lie_in_runs(
+    options, plain, page_size, tiles, monkeypatch
+):
+    table = cukv.PageTable(
+        fake_cupy(BATCH + 1, "int32"),
+        fake_cupy(12, "int32"),
+        fake_cupy(BATCH, "int32"),
+        page_size or PAGE_SIZE,
+    )
+    with FakeGpus(monkeypatch, "80"):
+        q = cukv.RaggedTensor(queries(NNZ), fake_cupy(BATCH + 1, "int32"))
+        if page_size is None:
+            k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, 128), "bfloat16"), q.indptr)
+            q.prefill(k, k, **options)
+        else:
+            data = fake_cupy((12, 2, page_size, KV_HEADS, 128), "bfloat16")
+            cukv.PagedKVCache(data).prefill(q, table, **options)
+    wide = [(tile.plain, tile.paged) for tile in tiles if tile.kernel == "prefill_sm80"]
+    plain = plain and page_size != 8
+    assert wide == [(plain, not (plain and page_size is None))]
+
+
 def test_leaves_have_a_tile_without_the_code_of_options(table, gpu, tiles):
     shared = cukv.PageTable(
         fake_cupy(2, "int32"), fake_cupy(12, "int32"), fake_cupy(1, "int32"), PAGE_SIZE

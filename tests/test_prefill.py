@@ -4,6 +4,8 @@ On a GPU a call's requests are served by tiles of 8 to 32 packed rows or of 128,
 classes and bits of such tiles. Definitions are those of cukv.reference.
 """
 
+import functools
+
 import cupy as cp
 import ml_dtypes
 import numpy as np
@@ -11,7 +13,16 @@ import pytest
 from cases import PagedCase, captured, indptr_of, on, random_rows
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
-from cukv import PackedMask, PagedKVCache, PageTable, RaggedMask, RaggedTensor, reference
+from cukv import (
+    PackedMask,
+    PagedKVCache,
+    PageTable,
+    RaggedMask,
+    RaggedTensor,
+    _paged_attention,
+    _tiles,
+    reference,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 INF = np.inf
@@ -106,6 +117,14 @@ class Call:
         assert (to_numpy(got[0])[np.isneginf(want[1])] == 0).all()
 
 
+@pytest.fixture
+def portable(monkeypatch):
+    """The portable kernel, in place of Hopper's too."""
+    kinds = functools.cache(lambda *geometry: {})  # those of other tests have Hopper's tiles
+    monkeypatch.setattr(_paged_attention, "_kinds_of", kinds)
+    monkeypatch.setattr(_tiles, "_on_hopper", lambda tile, *rest: tile)
+
+
 # Grids
 
 
@@ -115,6 +134,23 @@ def test_any_rows_on_any_keys(page_size, rng):
     call = Call(rng, GRID, page_size=page_size)
     for options in ({"causal": True}, {"window_left": 60}):
         call.check(call.attend(**options), **options)
+
+
+# Plain tiles beside those with the code of options, which a window of all keys takes; so do pages
+# of 8 tokens.
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", ["ragged", 8, 16, 48, 64])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_window_of_all_keys_changes_no_bit(dtype, dims, page_size, portable, rng):
+    ragged = page_size == "ragged"
+    how = {"heads": (8, 2), "dims": dims, "dtype": dtype}
+    call = Call(rng, GRID, page_size=16 if ragged else page_size, **how)
+    for options in ({"causal": True}, {"sm_scale": -0.1}):
+        got = call.attend(ragged, **options)
+        call.check(got, **options)
+        for mine, other in zip(got, call.attend(ragged, window_left=5000, **options), strict=True):
+            assert_same_bits(mine, to_numpy(other))
 
 
 # In one batch most requests are served by wide tiles; alone, those of few rows are by narrow ones.

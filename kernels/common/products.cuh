@@ -36,6 +36,13 @@ __device__ __forceinline__ void each_score(float (&s)[M_TILES][TILES][4], Visit 
     }
 }
 
+// This lane's addresses of the first ldmatrix of each operand.
+struct OperandAddresses {
+    uint32_t keys;
+    uint32_t values;
+    uint32_t queries;
+};
+
 // The queries of a warp as left operands: ROWS rows from first_row of the tile on.
 template <typename KV, int HEAD_DIM, int TILE_ROWS, int ROWS>
 struct QueryFragments {
@@ -46,9 +53,16 @@ struct QueryFragments {
 
     const QueryTile<KV, HEAD_DIM, TILE_ROWS>& tile;
     int first_row;
+    uint32_t address;  // of OperandAddresses; fp8 does not need it
+
+    static __device__ __forceinline__ uint32_t
+    address_of(const QueryTile<KV, HEAD_DIM, TILE_ROWS>& tile, int first_row) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        return smem_address(&tile.x[first_row + lane_idx % 16][lane_idx / 16 * 8]);
+    }
 
     __device__ __forceinline__ void load(Step& a, int k_step) const {
-        const int t = threadIdx.x % 4, lane_idx = threadIdx.x % WARP_SIZE;
+        const int t = threadIdx.x % 4;
 #pragma unroll
         for (int m_tile = 0; m_tile < M_TILES; ++m_tile) {
             if constexpr (is_fp8<KV>) {  // the order of columns of KeyOperands
@@ -61,14 +75,13 @@ struct QueryFragments {
                     a[m_tile][2 + half_idx] = pair.y;
                 }
             } else {
-                const int row = first_row + m_tile * 16 + lane_idx % 16;
-                ldmatrix_x4(a[m_tile], smem_address(&tile.x[row][k_step * 16 + lane_idx / 16 * 8]));
+                ldmatrix_x4(a[m_tile], address + m_tile * 16 * sizeof(tile.x[0]) + k_step * 32);
             }
         }
     }
 };
 
-// s += q k^T for the keys of a buffer, which begins at `keys`. meanwhile(n) is called behind every
+// s += q k^T for the keys at `address`, of OperandAddresses. meanwhile(n) is called behind every
 // ldmatrix of keys, the n-th: what it does takes time that the products leave.
 template <
     typename KV,
@@ -78,10 +91,12 @@ template <
     int TILES,
     typename Meanwhile>
 __device__ __forceinline__ void multiply_keys(
-    float (&s)[M_TILES][TILES][4], const Fragments& queries, uint32_t keys, Meanwhile meanwhile) {
+    float (&s)[M_TILES][TILES][4],
+    const Fragments& queries,
+    uint32_t address,
+    Meanwhile meanwhile) {
     using Keys = KeyOperands<KV>;
     static_assert(TILES % Keys::TILES == 0, "keys are loaded whole ldmatrix at a time");
-    const uint32_t address = Keys::template address<ROW_BYTES>(keys);
     // Keys come one ldmatrix ahead, queries one step.
     constexpr int LOADS = TILES / Keys::TILES, NUM = Fragments::K_STEPS * LOADS;
     typename Fragments::Step a[2];
@@ -122,17 +137,16 @@ __device__ __forceinline__ void pack_weights(
     }
 }
 
-// o += s v for the values of a buffer, which begins at `values`; s are weights. meanwhile(n, num)
-// is called behind the n-th of `num` ldmatrix: registers of weights become free as n grows.
+// o += s v for the values at `address`, of OperandAddresses; s are weights. meanwhile(n, num) is
+// called behind the n-th of `num` ldmatrix: registers of weights become free as n grows.
 template <typename KV, int ROW_BYTES, int M_TILES, int FEAT_TILES, int TILES, typename Meanwhile>
 __device__ __forceinline__ void multiply_values(
     float (&o)[M_TILES][FEAT_TILES][4],
     const float (&s)[M_TILES][TILES][4],
-    uint32_t values,
+    uint32_t address,
     Meanwhile meanwhile) {
     using Values = ValueOperands<KV>;
     static_assert(TILES * 8 % Values::TOKENS == 0, "values are loaded whole ldmatrix at a time");
-    const uint32_t address = Values::template address<ROW_BYTES>(values);
     // Values come one ldmatrix ahead; weights are packed where they are needed, so that the
     // compiler computes the exponentials of some while others are multiplied.
     uint32_t a[Values::TOKENS / 16][M_TILES][4];

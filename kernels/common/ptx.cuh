@@ -65,6 +65,13 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+// c + a b, all bits of the product.
+__device__ __forceinline__ uint64_t mad_wide(uint32_t a, uint32_t b, uint64_t c) {
+    uint64_t d;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
+    return d;
+}
+
 // Two floats rounded to a pair of half or bfloat16, `low` in the low half.
 template <typename DType>
 __device__ __forceinline__ uint32_t cvt_pair(float low, float high) {

@@ -77,4 +77,22 @@ struct RowBits {
     }
 };
 
+// Hides the scores of the keys from `token` on that rows do not see; bit t of `keys`: whether the
+// t-th is one.
+template <int M_TILES, int TILES, typename Params>
+__device__ __forceinline__ void hide(
+    const Params& p,
+    const Sight& sight,
+    float (&s)[M_TILES][TILES][4],
+    int32_t token,
+    uint64_t keys) {
+    RowBits<M_TILES, (TILES + 3) / 4> bits;
+    if (sight.mask_class(p, token) == MIXED) {
+        bits.load_mask(p, sight, token);
+    } else {
+        bits.limit(p, sight, token);
+    }
+    bits.apply(s, static_cast<typename UintOf<TILES>::type>(keys));
+}
+
 }  // namespace cukv

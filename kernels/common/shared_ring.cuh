@@ -51,14 +51,16 @@ struct SharedRing {
         Cache caches[2];
         alignas(16) uint8_t keys[4][TOKENS];  // of four steps in turn, 1: the row is a key
 
-        // Of two neighbouring rows of a step, those of this lane: BOTH if they are keys.
-        __device__ __forceinline__ uint32_t pair_of_keys(uint32_t step) const {
+        // Whether both of a lane's two neighbouring rows of a step are keys.
+        __device__ __forceinline__ bool are_keys(uint32_t step) const {
             static_assert(TOKENS == 2 * WARP_SIZE, "a lane has two rows");
-            return reinterpret_cast<const uint16_t*>(keys[step % 4])[tid_x() % WARP_SIZE];
+            const auto* pairs = reinterpret_cast<const uint16_t*>(keys[step % 4]);
+            return pairs[tid_x() % WARP_SIZE] == 0x0101;
         }
 
         // Bit t, whether row t of a step is a key.
-        __device__ __forceinline__ uint64_t key_bits(uint32_t step) const {
+        __device__ __forceinline__ uint64_t
+        key_bits(uint32_t step, int32_t /* num_tokens */) const {
             uint64_t bits = 0;
 #pragma unroll
             for (int token = 0; token < TOKENS; token += WARP_SIZE) {
@@ -68,7 +70,6 @@ struct SharedRing {
             return bits;
         }
     };
-    static constexpr uint32_t BOTH = 0x0101;
 
     struct RowPlace {
         IndexEntry page;  // that was looked up; -1: of no key
@@ -126,6 +127,28 @@ struct SharedLoader {
         }
     }
 
+    // Starts copying step 0, and looks up what this and the ones behind it need.
+    __device__ __forceinline__ void start() const {
+#pragma unroll
+        for (int n = -3; n < 0; ++n) {
+            cp_async_commit_group();
+            cp_async_wait_group<0>();
+            __syncwarp();  // what was looked up
+            if (n == -1) {
+                load(n);
+                continue;
+            }
+            const Known known = know(n);
+            __syncwarp();  // every lane has read what look_up() writes anew
+            if (n == -2) {
+                find(known, n + 2);
+            }
+            if (look_up(known, n + 3)) {
+                leave(n + 4);
+            }
+        }
+    }
+
     // All that goes with step `step`, at once.
     __device__ __forceinline__ void load(uint32_t step) const {
         copy(step + 1);
@@ -173,6 +196,14 @@ struct SharedLoader {
             k_to += swizzled<Ring::K_ROW_BYTES>(row, chunk);
         }
 
+        // What goes behind the n-th ldmatrix of keys.
+        __device__ __forceinline__ void meanwhile(int n) const {
+            if (n % 4 == 1 && n / 4 < Ring::GROUPS) {
+                start(n / 4);
+            }
+        }
+
+        // One of the parts.
         __device__ __forceinline__ void start(int i) const {
             const auto row = own.rows[parity][i * Ring::R + first];
             start_row<Ring::K_ROW_BYTES>(k_to, row.begin[0], i, p.head_dim, row.is_key);
@@ -220,6 +251,36 @@ struct SharedLoader {
             own.places[step % 2][lane_idx % OWN_ROWS], buffers.caches[lane_idx / OWN_ROWS % 2],
             own.place[(step + 1) % 2]};
     }
+
+    // What else goes with step `step`.
+    struct LookUps {
+        const SharedLoader& loader;
+        uint32_t step;
+        Known known;
+        bool leaves = false;
+
+        __device__ __forceinline__ LookUps(const SharedLoader& loader, uint32_t step)
+            : loader(loader), step(step) {}
+
+        // What goes behind the n-th of `num` ldmatrix of values.
+        __device__ __forceinline__ void meanwhile(int n, int num) {
+            if (n == num / 2) {
+                known = loader.know(step);
+            }
+            if (n == num / 4 * 3) {
+                loader.find(known, step + 2);
+            }
+            if (n == num / 8 * 7) {
+                leaves = loader.look_up(known, step + 3);
+            }
+        }
+
+        __device__ __forceinline__ void finish() const {
+            if (leaves) {
+                loader.leave(step + 4);
+            }
+        }
+    };
 
     // Finds the rows of step `step`, whose page ids are there: half of the lanes those of keys,
     // half of values.

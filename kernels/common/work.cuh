@@ -63,6 +63,17 @@ __device__ __forceinline__ Item load_item_past_l1(const Item* from) {
     return __builtin_bit_cast(Item, words);
 }
 
+// Starts copying an item, by a warp, to where only this warp reads it.
+__device__ __forceinline__ void copy_item(Item& to, const Item* from) {
+    const int lane_idx = tid_x() % WARP_SIZE;
+    if (lane_idx < int{sizeof(Item) / 16}) {
+        cp_async_16(
+            smem_address(&to) + lane_idx * 16, reinterpret_cast<const char*>(from) + lane_idx * 16,
+            16);
+    }
+    cp_async_commit_group();
+}
+
 struct WorkList {
     Item* items;          // [max_items]; those between parts that are no part's have no rows
     Item* first_items;    // [num_parts] copies, so that a CTA starts with one look-up
