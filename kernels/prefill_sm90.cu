@@ -8,18 +8,22 @@
 //
 //   warp 0  copies keys, a step of TOKENS at a time          warp 1    copies values
 //   warps 2, 3  bring a team's queries and take its results  warps 4-7, 8-11  teams 0, 1
+//   warps 12-15  of e4m3 alone: lay values out as products read them
 //
-// Copies are by tensor maps, whole steps or pieces of pages at a time; where no map can describe
-// pages or strides, they are by the two warps' lanes, token by token.
+// MAPPED: keys and values are copied by tensor maps, whole steps or pieces of pages at a time; else
+// by the lanes of warps 0 and 1, token by token (common/token_server.cuh): pages of any size, at
+// strides that no map describes.
+//
 // Teams never pause between items: the first scores of an item are computed together with the last
 // sums of the one before, whose results go out through the memory of its queries. Under a custom
 // mask a step is an entry of the tile (common/mask.cuh), or half of one: its class comes with its
 // keys, and teams read its bits if it is mixed. Bound by tensor cores: 2 * (head_dim + head_dim_vo)
 // operations per row and key.
 //
-// Queries, keys and values of e4m3 are multiplied as they are (common/fp8_team.cuh). Such products
-// take half the time, as long as the exponentials; and warps 12 to 15 lay values out for them
-// (common/fp8_values.cuh).
+// Queries, keys and values of e4m3 are multiplied as they are, and so are softmax weights rounded
+// to it (common/fp8_team.cuh): without a soft cap and masks, by maps. Such products take half the
+// time, about as long as the exponentials. They want values in another order than a map's, which
+// warps 12-15 make of what warp 1 has copied (common/fp8_values.cuh).
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
 #include "common/attention.cuh"
@@ -73,6 +77,7 @@ struct PrefillSm90Cta {
     static constexpr bool MASKED = MASKED_;  // the work list has a mask
     static constexpr bool MAPPED = MAPPED_;  // keys come by tensor maps; else token by token
     static_assert(PAGED || MAPPED, "tokens are those of pages");
+    static_assert(MAPPED || !FP8, "values of fp8 are copied by maps before they are laid out");
     static constexpr int TEAMS = 2, TEAM_ROWS = 64, TEAM_THREADS = 128, ROWS = TEAMS * TEAM_ROWS;
     static constexpr int THREADS = prefill_sm90_threads<KV>;
     // 128 * (56 + 2 * 224) = 64512 registers, all that a CTA of 384 threads has; of fp8
@@ -80,9 +85,14 @@ struct PrefillSm90Cta {
     static constexpr int SERVER_REGISTERS = FP8 ? 64 : HEAD_DIM_VO > 64 ? 56 : 88;
     static constexpr int TEAM_REGISTERS = FP8 ? 208 : HEAD_DIM_VO > 64 ? 224 : 208;
     static constexpr int LAYOUT_REGISTERS = 32;
+    static constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // of each thread, at first
+    static_assert(
+        SERVER_REGISTERS + TEAMS * TEAM_REGISTERS + (FP8 ? LAYOUT_REGISTERS : 0) <=
+            THREADS / TEAM_THREADS * LAUNCH_REGISTERS,
+        "warpgroups share out what registers a launch has given all");
     static_assert(HEAD_DIM_VO <= HEAD_DIM_QK, "results take the place of queries");
-    // Who says that a step's keys or values are there: who has them copied by a map; the copies of
-    // each lane, and of keys who looks up which are dropped; of fp8 those who lay values out.
+    // How many say that a step's keys or values are there: one who has them copied by a map; the
+    // copies of each lane, and of keys one that tells which are dropped; those who lay values out.
     static constexpr int KEY_ARRIVALS = MAPPED ? 1 : WARP_SIZE + 1;
     static constexpr int VALUE_ARRIVALS = FP8 ? FP8_VALUE_WARPS : MAPPED ? 1 : WARP_SIZE;
 

@@ -16,8 +16,10 @@ namespace cukv {
 template <typename Tile, int TOKENS, int UNROLL>
 struct TokenCopy {
     static constexpr int NUM = TOKENS / WARP_SIZE;  // tokens that a lane finds
-    static constexpr int UNIT = 16;  // bytes, of which a row is less than 2^31 from any other
+    static constexpr int UNIT = 16;                 // bytes; rows are less than 2^31 of them apart
     static constexpr int32_t NO_ROW = -0x7fffffff - 1;
+    static_assert(TOKENS % WARP_SIZE == 0, "every lane finds as many tokens");
+    static_assert(Tile::COLUMNS % SWIZZLED_COLUMNS == 0, "a row is copied whole spans at a time");
 
     const PageTable& table;
     const Pages& cache;
@@ -49,7 +51,7 @@ struct TokenCopy {
     template <typename Step, typename Missing>
     __device__ __forceinline__ void find(
         int32_t (&starts)[NUM], const Step& step, const Ids& ids, Missing missing) const {
-        // All fit into 32 bits, of which the compiler does not know.
+        // The host has made sure that all of it fits into 32 bits, which saves registers.
         const int32_t page_units = static_cast<int32_t>(cache.page_stride / UNIT);
         const int32_t token_units = static_cast<int32_t>(cache.token_stride / UNIT);
 #pragma unroll
@@ -144,10 +146,11 @@ struct SharedDealer : ItemDealer {
     }
 };
 
-// Keys, step by step; and items to all warps.
+// Keys, step by step; and items to all warps. By warp 0.
 template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_key_tokens(const Params& p, typename Cta::Smem& smem) {
     using Dropped = DroppedKeys<Cta::MAPPED>;
+    static_assert(Cta::TOKENS <= 128, "four words have a bit for each key");
     using Keys = typename Cta::Keys;
     using Copy = TokenCopy<Keys, Cta::TOKENS, (Keys::COLUMNS > 128 ? 1 : 4)>;
     const Copy copy{p.table, p.k_cache};
@@ -183,7 +186,7 @@ __device__ __forceinline__ void serve_key_tokens(const Params& p, typename Cta::
     dealer.finish();
 }
 
-// Values, step by step; those of no keys are zeros.
+// Values, step by step; those of no keys are zeros. By a warp.
 template <typename Cta, typename Params>
 __device__ __forceinline__ void serve_value_tokens(const Params& p, typename Cta::Smem& smem) {
     using Copy = TokenCopy<typename Cta::Values, Cta::TOKENS, 8>;
