@@ -7,9 +7,11 @@
 // owns one KV head and one part of the work list; a warp owns WARP_ROWS of a tile's rows, and
 // brings their queries and leaves their results without the others. All warps copy a step of TOKENS
 // keys together while they compute with the one before.
-// PLAIN: a call without options but causal, whose keys are packed, or PAGED so that the rows that a
-// warp copies lie in one page: these are found all at once (common/run_ring.cuh), and what a step
-// does beside its products is a fifth less.
+//
+// PLAIN: a call that has no options, though it may be causal, and whose keys lie in runs: packed,
+// or PAGED so that the rows of a step that a warp copies are of one page. They are found all at
+// once (common/run_ring.cuh), which leaves a fifth less to do beside a step's products.
+//
 // Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
