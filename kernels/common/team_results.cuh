@@ -22,7 +22,8 @@ struct TeamResults {
         int slot, const float (&m)[2], const float (&d)[2], int64_t rows_behind) const {
         constexpr int KIND = is_same<KV, half> ? KIND_HALF : KIND_BFLOAT16;
         const typename Cta::Order& order = smem.orders[slot][team];
-        // Results of fp8 have either dtype.
+        // Results of fp8 have either of the two kinds of 16 bits, which are the first.
+        static_assert(KIND_HALF == 0 && KIND_BFLOAT16 == 1, "kinds of 16 bits are the first");
         const bool staged = (is_fp8<KV> ? p.o_rows.kind <= KIND_BFLOAT16 : p.o_rows.kind == KIND) &&
                             p.o_rows.aligned;
         const float v_scale = p.v_scale.get();
@@ -58,26 +59,32 @@ struct TeamResults {
             if constexpr (is_fp8<KV>) {
                 stage_neighbours(slot, factor);
             } else {
-                const uint32_t tile = smem_address(smem.q[slot][team]);
-                const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
-#pragma unroll
-                for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
-                    uint32_t x[4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        // Adding 0 makes the results of a row without keys +0.
-                        const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
-                        x[j] = cvt_pair<KV>(
-                            fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
-                    }
-                    stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
-                }
+                stage(slot, factor);
             }
         }
         return staged;
     }
 
-    // Puts results where the rows' queries were, of sums whose tiles have every other feature.
+    // Puts results where the rows' queries were.
+    __device__ __forceinline__ void stage(int slot, const float (&factor)[2]) const {
+        const uint32_t tile = smem_address(smem.q[slot][team]);
+        const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
+#pragma unroll
+        for (int i = 0; i < Cta::State::O_VALUES / 8; ++i) {
+            uint32_t x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                // Adding 0 makes the results of a row without keys +0.
+                const float* pair = &state.o[2 * i + j / 2][j % 2 * 2];
+                x[j] = cvt_pair<KV>(
+                    fmaf(pair[0], factor[j % 2], 0.0f), fmaf(pair[1], factor[j % 2], 0.0f));
+            }
+            stmatrix_x4(tile + Cta::Results::offset(tile_row, 2 * i + lane_idx / 16), x);
+        }
+    }
+
+    // Puts results where the rows' queries were, of sums whose tiles have every other feature, as
+    // common/fp8_values.cuh lays values out.
     __device__ __forceinline__ void stage_neighbours(int slot, const float (&factor)[2]) const {
         const bool halves = p.o_rows.kind == KIND_HALF;
 #pragma unroll
