@@ -18,17 +18,19 @@ namespace cukv {
 // The online softmax of a warpgroup's 64 rows, a lane holding rows g and g + 8 of its warp's 16.
 template <int TOKENS, int HEAD_DIM>
 struct Fp8State {
-    // Weights of the largest scores, as a power of two: e4m3 reaches from 2^-9 to 448.
+    // log2 of the weight that a row's largest score so far has: e4m3 reaches from 2^-9 to 448.
     static constexpr float LARGEST = 8.0f;
     static constexpr int O_VALUES = HEAD_DIM / 2;  // sums of a lane
 
     float s[TOKENS / 8][4];  // scores, then weights
     float o[HEAD_DIM / 8][4];
-    uint32_t weights[TOKENS / 32][4];
+    uint32_t weights[TOKENS / 32][4];  // as e4m3, the product's left operand
     RowStates rows;
-    float step_sum[2];
-    float factor[2];  // of the sums so far
+    float step_sum[2];  // this lane's of each row's weights
+    float factor[2];    // of the sums so far
+    static_assert(TOKENS % 32 == 0, "a product takes the weights of 32 keys");
 
+    // Scores become weights of the maxima so far, with the step's among them.
     __device__ __forceinline__ void weigh(float scale) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -55,6 +57,7 @@ struct Fp8State {
         }
     }
 
+    // Rounds the weights, once no product reads those before them.
     __device__ __forceinline__ void pack() {
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) {
@@ -64,6 +67,7 @@ struct Fp8State {
         }
     }
 
+    // Makes the sums those of the newest maxima.
     __device__ __forceinline__ void rescale() {
         if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
@@ -85,12 +89,12 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
     using typename Base::Queries;
     using typename Base::Values;
 
-    uint32_t q[Queries::COLUMNS / 16][4];
+    uint32_t q[Queries::COLUMNS / 16][4];  // the item's queries, as left operands
 
     __device__ __forceinline__ Fp8Team(const Params& p, typename Cta::Smem& smem, int warp_idx)
         : Base(p, smem, warp_idx) {}
 
-    // A new item's queries.
+    // Takes a new item's queries, and forgets the rows before.
     __device__ __forceinline__ void begin() {
         const uint32_t tile = smem_address(smem.q[slot][team]);
         const int tile_row = warp_idx % 4 * 16 + lane_idx % 16;
@@ -173,6 +177,7 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
         Base::release_keys();
         k.next();
         weigh(masked);
+        // Keeps the wait behind the weights, as in Team.
         st_shared_if(
             lane_idx == 0, smem.unread[warp_idx - 4], state.step_sum[0] + state.step_sum[1]);
         wgmma_wait_group<0>();
@@ -192,7 +197,7 @@ struct Fp8Team : Team<KV, Cta, false, Params> {
     }
 
     __device__ __forceinline__ void finish(int item_slot, RowStates rows) {
-        // Weights are LARGEST more than relative to the maxima.
+        // Weights are 2^LARGEST times those relative to the maxima.
         rows.m[0] -= __fdividef(Cta::State::LARGEST, scale);
         rows.m[1] -= __fdividef(Cta::State::LARGEST, scale);
         Base::finish(item_slot, rows);

@@ -25,6 +25,8 @@ struct Fp8ValueTile {
     using Copied = OperandTile<KEYS, FEATURES / 2, false>;  // of columns of 16 bits
     using Values = OperandTile<FEATURES, KEYS / 2, false>;
 
+    static_assert(KEYS % 32 == 0, "a warp's ldmatrix has a key a lane");
+    static_assert(FEATURES % (16 * FP8_VALUE_WARPS) == 0, "warps share features evenly");
     static constexpr int LOADS = KEYS / 32;                         // of 16 features of all keys
     static constexpr int CHUNKS = FEATURES / 16 / FP8_VALUE_WARPS;  // of 16 features, of a warp
 

@@ -34,7 +34,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
                  : "memory");
 }
 
-// Arrives when the copies that this thread has started have landed, cp.async's.
+// Arrives when all copies that this thread has started by cp.async have landed: an arrival that the
+// barrier counts with.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t& barrier) {
     asm volatile(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(&barrier))

@@ -6,8 +6,9 @@ namespace cukv {
 
 // d = (adds ? d : 0) + a b with a [64, 32] and b [32, 128] of e4m3. a is in registers: lane l, with
 // g = l / 4 and t = l % 4, has columns 4 t to 4 t + 3 of rows g and g + 8 of its warp's 16 in a[0]
-// and a[1], and those 16 further on in a[2] and a[3]. Rows of b lie along the product's sum. d
-// keeps about 14 bits of it.
+// and a[1], and those 16 further on in a[2] and a[3]. The 32 elements of a column of b, over
+// which the product sums, lie side by side: no other order exists for 8 bits. Sums in d keep about
+// 14 bits.
 __device__ __forceinline__ void wgmma_rs_e4m3(
     float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, int32_t adds) {
     asm volatile(

@@ -82,7 +82,7 @@ struct RowServer {
             each_chunk<Queries, 1>(
                 tile, p.q_rows, p.levels.q_rows, order, [&](char* to, int64_t offset, int, int) {
                     Query8 x;
-                    // A chunk is 16 bytes, of whatever they are.
+                    // 16 elements of fp8 are moved as 8 halves: bits are not looked at.
                     x.load(p.q + offset, Cta::FP8 ? KIND_HALF : p.q_rows.kind, false);
                     *reinterpret_cast<uint4*>(to) = x.bits;
                 });
