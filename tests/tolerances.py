@@ -38,7 +38,7 @@ float32's ``2^-20 * V``.
 and ``2^-20`` of the value where it is large. A library that adds up the rounded weights of its
 tensor-core product (``LSE_OF_ROUNDED``) has a sum that is off by ``u``: ``log2(1 + u)`` more.
 Scores of e4m3 (``LSE_E4M3``) are four products of 32 elements, and each loses up to ``2^-13`` of
-the sum so far: ``2^-11`` of a score. Those of 128 random elements stay below 64, to base 2 and
+the sum so far: ``2^-11`` of a score. Those of 128 random elements stay below 62, to base 2 and
 scaled below 8: ``2^-8``.
 
 **Soft cap.** A hardware ``tanh`` is allowed while lse stays within 4e-3. A logit that is off by
