@@ -243,7 +243,7 @@ class Sm90Tile(NamedTuple):
         """Steps whose keys, and whose values, are in shared memory or on their way.
 
         Keys stay until a step's end, and those of pages are asked for later: page by page. Copies
-        token by token take longest.
+        token by token take longest, and fp8 has half the bytes.
         """
         if not self.mapped and self.head_dim == 64:
             return 5, 5
@@ -286,10 +286,10 @@ class Sm90Tile(NamedTuple):
         """Size of ``PrefillSm90Cta::Smem`` in kernels/prefill_sm90.cu."""
         queries = self.slots * self.rows * self.head_dim * 2  # or results, which have 16 bits
         k_stages, v_stages = self.stages
-        barriers = 1024
+        barriers = 1024  # and orders, up to a tile that may follow
         if self.dtype in FP8:
             v_stages += 2  # of values as they are copied
-            barriers *= 2
+            barriers *= 2  # those of the copies are behind them
         features = k_stages * self.head_dim + v_stages * self.head_dim_vo
         return queries + self.tokens * features * int(self.dtype.itemsize) + barriers
 

@@ -25,7 +25,7 @@ SPAN_BYTES = 128
 GROUP = 8  # tokens that a swizzle pattern spans
 MAX_STRIDE = 1 << 40  # bytes, exclusive
 MAX_SIZE = 1 << 31  # of an axis, so that coordinates are int32
-MAX_UNITS = 1 << 31  # from the first token of a cache to any other
+MAX_UNITS = 1 << 31  # of 16 bytes, exclusive: from a token of a cache to any other
 
 # CUtensorMapDataType, ...Swizzle, ...L2promotion of cuda.h
 DATA_TYPES = {FLOAT8_E4M3: 0, FLOAT16: 6, BFLOAT16: 9}  # e4m3 as bytes
@@ -65,12 +65,12 @@ class KvMaps(NamedTuple):
     piece_bits: int
 
 
+NO_KV_MAPS = KvMaps(NO_MAP, NO_MAP, 0, 0, 0)
+
+
 def span_of(dtype: Any) -> int:
     """Give the elements of a span."""
     return SPAN_BYTES // int(dtype.itemsize)
-
-
-NO_KV_MAPS = KvMaps(NO_MAP, NO_MAP, 0, 0, 0)
 
 
 def copies_of(pages: PagePair, aligned: bool) -> Copies | None:
@@ -86,7 +86,7 @@ def copies_of(pages: PagePair, aligned: bool) -> Copies | None:
 
 
 def _is_in_reach(array: Array) -> bool:
-    """Tell whether ``kernels/common/token_server.cuh`` finds all tokens: 16 bytes are a unit."""
+    """Tell whether ``kernels/common/token_server.cuh`` can count the way to every token."""
     steps = zip(array.shape[:2], array.strides[:2], strict=True)
     reach: int = sum((n - 1) * abs(stride) for n, stride in steps)
     return reach < MAX_UNITS * 16
