@@ -57,6 +57,7 @@ template <
 struct PrefillCta {
     static constexpr int THREADS = WARPS * WARP_SIZE, ROWS = WARPS * WARP_ROWS;
     static constexpr int M_TILES = WARP_ROWS / 16;
+    static_assert(ALIGNED || !PLAIN, "rows of a plain call are moved in whole vectors");
 
     using Ring = typename Select<
         PLAIN,
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         smem.late_scale = !is_fp8<KV> && logits.is_scale() ? logits.scale : 0.0f;
     }
     if constexpr (PLAIN) {
-        const int kv_head = blockIdx.x % p.work.num_kv_heads;  // not there yet
+        const int kv_head = blockIdx.x % p.work.num_kv_heads;  // as smem will have it
         Cta::Loader::begin(p, smem.ring, kv_head, Cta::operands_of(smem, warp_first));
     } else if (tid_x() == 0) {
         Cta::Loader::begin(p, smem.ring, smem.kv_head);
