@@ -87,14 +87,15 @@ def test_prefill_plans_and_attends(head_dim, causal, window_left, table, gpu):
         ("float8_e4m3fn", "bfloat16", 128, {}, False),
     ],
 )
-def test_prefill_of_fp8(q, kv, head_dim, options, on_hopper, table, gpu):
+def test_hopper_multiplies_fp8_where_all_is_e4m3_and_uncapped(
+    q, kv, head_dim, options, on_hopper, table, gpu
+):
     rows = cukv.RaggedTensor(fake_cupy((NNZ, HEADS, head_dim), q), fake_cupy(BATCH + 1, "int32"))
     k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, head_dim), kv), rows.indptr)
     own = on_hopper and gpu.compute_capability == "90"
-    for cache in (pages(kv, head_dim), k):
-        call = rows.prefill if cache is k else cache.prefill
-        o = call(k, k, **options) if cache is k else call(rows, table, **options)
-        assert o.dtype.name == "bfloat16"
+    calls = (pages(kv, head_dim).prefill, rows, table), (rows.prefill, k, k)
+    for prefill, *arrays in calls:
+        assert prefill(*arrays, **options).dtype.name == "bfloat16"
         assert gpu.names() == ["plan", "prefill_sm90" if own else "prefill_sm80"]
 
 

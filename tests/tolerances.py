@@ -28,7 +28,8 @@ normal numbers, ``2^-6``, are off by ``2^-10`` at most, ``2^-18`` of the largest
 dtype names the bound; fp8 caches with 16-bit queries keep the bound of these. Scores stay within
 those of ``LSE_E4M3``. Tensor cores keep 14 bits of sums of e4m3: a sum loses ``2^-15`` of itself on
 average with each product of 32 keys, and so one that grows steadily half of that
-(``SUM_LOSS_E4M3`` for n keys), where values have one sign.
+(``SUM_LOSS_E4M3`` for n keys), where values have one sign. Roundings have either sign: of the mean
+of results over many rows and keys they leave less than ``2^-11`` (``MEAN_E4M3``).
 
 **Merge.** The states arrive in the dtype and are weighted in float32: one rounding, ``u * |o|``,
 and another where the definition was itself rounded: ``2 * u * |o|``; weights that cancel leave
@@ -78,6 +79,7 @@ MERGE = {name: Bound(2.0**-20, 2 * u) for name, u in _U.items()}
 ROW_NORM = {name: 4 * u for name, u in _U.items()}
 ROW_NORM["float8_e4m3fn"] = _E4M3 + ROW_NORM["bfloat16"]
 SUM_LOSS_E4M3 = 2.0**-15 / 32 / 2  # of the sum, for a key
+MEAN_E4M3 = 2.0**-11
 LSE = Bound(2.0**-11, 2.0**-20)
 LSE_E4M3 = Bound(2.0**-8, 2.0**-11)
 LSE_OF_ROUNDED = {n: Bound(LSE.absolute + np.log2(1 + u), LSE.relative) for n, u in _U.items()}
