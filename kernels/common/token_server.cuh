@@ -51,7 +51,7 @@ struct TokenCopy {
     template <typename Step, typename Missing>
     __device__ __forceinline__ void find(
         int32_t (&starts)[NUM], const Step& step, const Ids& ids, Missing missing) const {
-        // The host has made sure that all of it fits into 32 bits, which saves registers.
+        // All of it fits into 32 bits, as the host makes sure; the compiler cannot know.
         const int32_t page_units = static_cast<int32_t>(cache.page_stride / UNIT);
         const int32_t token_units = static_cast<int32_t>(cache.token_stride / UNIT);
 #pragma unroll
