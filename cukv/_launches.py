@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import cupy as cp
 
 from cukv._arrays import Array, is_capturing
-from cukv._attention import require_plan
+from cukv._attention import check_mask, require_plan
 from cukv._index import pack_index
 from cukv._kernels import packer
 from cukv._specialisations import KINDS
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cukv._attention import PagedCall
     from cukv._latent_attention import LatentCall
     from cukv._plan import Plan, WorkLists, WorkSizes
+    from cukv.masks import Mask
 
 pack_levels = packer("Levels")
 _pack_query_rows = packer("QueryRows")
@@ -119,3 +120,20 @@ def remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], valu
     if len(found) >= _MAX_REMEMBERED:
         found.clear()
     found[signature] = value
+
+
+def mask_signature(call: PagedCall) -> tuple[Any, ...] | None:
+    """Name what work lists depend on of a call's mask, but for its addresses."""
+    mask = call.custom_mask
+    if mask is None:
+        return None
+    check_mask(call.op, mask, call.table.batch_size)
+    data = mask.data
+    return (type(mask), data.shape, data.data.device_id if type(data) is cp.ndarray else None)
+
+
+def require_mask(op: str, work: WorkLists, mask: Mask | None) -> None:
+    """Raise unless a plan was made from this mask: its bits are in the work lists."""
+    mine = work.mask
+    if mine is None or mask is None or mine.data.data.ptr != mask.data.data.ptr:
+        raise ValueError(f"{op}: the plan was made for another custom_mask")

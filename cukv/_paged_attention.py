@@ -14,7 +14,6 @@ import cupy as cp
 from cukv._arrays import FLOAT32, as_array, empty, home
 from cukv._attention import (
     PagedCall,
-    check_mask,
     check_options,
     check_paged_call,
     check_results,
@@ -32,8 +31,10 @@ from cukv._launches import (
     PlanKind,
     array_signature,
     make_work,
+    mask_signature,
     remember,
     require_arrays,
+    require_mask,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
@@ -46,7 +47,15 @@ from cukv._specialisations import (
     sm90_tiles,
 )
 from cukv._tensor_maps import NO_KV_MAPS, KvMaps, copies_of, kv_maps
-from cukv._tiles import Grid, Served, choose_grid, choose_level_tiles, choose_tiles, portable_tile
+from cukv._tiles import (
+    Grid,
+    Served,
+    choose_grid,
+    choose_level_tiles,
+    choose_tiles,
+    copies_in_call,
+    portable_tile,
+)
 from cukv.masks import PackedMask
 from cukv.page_table import PageTable
 
@@ -55,7 +64,6 @@ if TYPE_CHECKING:
     from cukv._pages import PagePair
     from cukv._plan import WorkLists
     from cukv._specialisations import Tile
-    from cukv.masks import Mask
 
 _MAX_HEAD_DIM = 256
 
@@ -125,8 +133,11 @@ class PagedAttention:
         kind = self._kind(call, batch_invariant)
         return Plan(call.op, kind.key, make_work(kind, call), batch_invariant)
 
-    def _kind(self, call: PagedCall, batch_invariant: bool) -> PlanKind:
-        """Give what plans like this one share, checked and sized at the first of them."""
+    def _kind(self, call: PagedCall, batch_invariant: bool, capped: bool = False) -> PlanKind:
+        """Give what plans like this one share, checked and sized at the first of them.
+
+        ``capped``: logits will be, as far as is known.
+        """
         op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
         if type(q) is not cp.ndarray:
             home(op, q=q, cache=self._pages.first.array)
@@ -142,9 +153,10 @@ class PagedAttention:
             table.sizes,
             causal,
             window_left,
-            None if custom_mask is None else _mask_signature(call),
+            None if custom_mask is None else mask_signature(call),
             None if levels is None else levels.signature,
             batch_invariant,
+            capped,
         )
         kind = self._kinds.get(signature)
         if kind is None:
@@ -153,12 +165,12 @@ class PagedAttention:
             if table.batch_size == 0 or q.size == 0:
                 kind = PlanKind(key, table.device)
             else:
-                kind = PlanKind(key, table.device, *self._work(call, batch_invariant))
+                kind = PlanKind(key, table.device, *self._work(call, batch_invariant, capped))
             remember(self._kinds, signature, kind)
         return kind
 
     def _work(
-        self, call: PagedCall, batch_invariant: bool
+        self, call: PagedCall, batch_invariant: bool, capped: bool
     ) -> tuple[tuple[tuple[Tile, Grid], ...], WorkSizes]:
         """Choose tiles and grids, and find the sizes of their work lists."""
         op, q, qo_indptr, table, causal, window_left, custom_mask, levels = call
@@ -168,8 +180,7 @@ class PagedAttention:
         group_size, one_row = num_qo_heads // num_kv_heads, qo_indptr is None
         num_tokens = table.indices.size * table.page_size
         layout = op, self._pages, self._aligned
-        # Hopper's own kernel multiplies queries and keys as they are, which are of one dtype then.
-        copies = self._copies if q.dtype == self._pages.first.dtype else None
+        copies = copies_in_call(q, self._pages, self._copies, capped, custom_mask is not None)
         served: tuple[Served, ...]
         if levels is None:
             sizes = (num_rows, group_size, table.batch_size, num_tokens)
@@ -287,7 +298,7 @@ class PagedAttention:
             arrays,
             None if qo_indptr is None else qo_indptr.size,
             table.sizes,
-            None if custom_mask is None else _mask_signature(call),
+            None if custom_mask is None else mask_signature(call),
             None if levels is None else levels.signature,
             None if work is None else work.kind,
         )
@@ -313,7 +324,7 @@ class PagedAttention:
             lse = empty(op, q.shape[:2], FLOAT32, cp, like=q)
         if work is not None:
             if work.mask is not custom_mask:
-                _require_mask(op, work, custom_mask)
+                require_mask(op, work, custom_mask)
             arrays_at = (
                 table.packed,
                 q_at,
@@ -370,7 +381,7 @@ class PagedAttention:
                 options |= {"causal": False, "window_left": -1}
             launches = _Launches(options, {})
             remember(self._launches, signature, launches)
-        kind = self._kind(call, batch_invariant=False)
+        kind = self._kind(call, batch_invariant=False, capped=bool(logits_soft_cap))
         require_plan(op, plan, kind.key)
         tiles = kind.tiles
         if tiles and plan is not None and plan.work is not None:
@@ -457,20 +468,3 @@ class PagedAttention:
         if planned != device:
             raise ValueError(f"{op}: the plan was made for device={planned}, got {device}")
         return tile, grid
-
-
-def _mask_signature(call: PagedCall) -> tuple[Any, ...] | None:
-    """Name what work lists depend on of a call's mask, but for its addresses."""
-    mask = call.custom_mask
-    if mask is None:
-        return None
-    check_mask(call.op, mask, call.table.batch_size)
-    data = mask.data
-    return (type(mask), data.shape, data.data.device_id if type(data) is cp.ndarray else None)
-
-
-def _require_mask(op: str, work: WorkLists, mask: Mask | None) -> None:
-    """Raise unless a plan was made from this mask: its bits are in the work lists."""
-    mine = work.mask
-    if mine is None or mask is None or mine.data.data.ptr != mask.data.data.ptr:
-        raise ValueError(f"{op}: the plan was made for another custom_mask")

@@ -16,6 +16,7 @@ from cukv._specialisations import (
 )
 
 if TYPE_CHECKING:
+    from cukv._arrays import Array
     from cukv._pages import PagePair
     from cukv._specialisations import LatentTile, Tile
     from cukv._tensor_maps import Copies
@@ -176,6 +177,21 @@ def _of_rows(tiles: list[DecodeTile | PrefillTile], packed: int) -> Tile:
     most = max(tile.rows for tile in tiles)
     rows = min(tile.rows for tile in tiles if tile.rows >= min(packed, most))
     return next(tile for tile in tiles if tile.rows == rows)
+
+
+def copies_in_call(
+    q: Array, pages: PagePair, copies: Copies | None, capped: bool, masked: bool
+) -> Copies | None:
+    """Tell how Hopper's own kernel copies what a call attends to; None: it has no such tile.
+
+    It multiplies queries and keys as they are, which are of one dtype then. A portable tile in the
+    place of one that is not there would have the CTAs of that: half of its own, maybe.
+    """
+    k, v = pages.first.array, pages.second.array
+    if copies is None or q.dtype != k.dtype:
+        return None
+    form = (k.dtype, k.shape[3], v.shape[3], *copies, capped, masked)
+    return copies if any(tile[:7] == form for tile in sm90_tiles()) else None
 
 
 def _on_hopper(tile: Tile, pages: PagePair, copies: Copies | None) -> Tile:

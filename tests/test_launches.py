@@ -9,6 +9,7 @@ from fake_gpus import FakeGpus
 import cukv
 from cukv import _kernels, _paged_attention, _plan
 from cukv._ragged_pages import ragged_pages
+from cukv._tiles import choose_grid
 
 BATCH, HEADS, KV_HEADS, NNZ, PAGE_SIZE = 4, 16, 2, 40, 16
 
@@ -17,6 +18,19 @@ BATCH, HEADS, KV_HEADS, NNZ, PAGE_SIZE = 4, 16, 2, 40, 16
 def gpu(request, monkeypatch):
     with FakeGpus(monkeypatch, request.param) as gpu:
         yield gpu
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Tiles and grids of the launches that are prepared."""
+    tiles, bind = [], _paged_attention.bind
+
+    def keep(tile, grid, *arguments):
+        tiles.append((tile, grid))
+        return bind(tile, grid, *arguments)
+
+    monkeypatch.setattr(_paged_attention, "bind", keep)
+    return tiles
 
 
 @pytest.fixture
@@ -97,6 +111,17 @@ def test_hopper_multiplies_fp8_where_all_is_e4m3_and_uncapped(
     for prefill, *arrays in calls:
         assert prefill(*arrays, **options).dtype.name == "bfloat16"
         assert gpu.names() == ["plan", "prefill_sm90" if own else "prefill_sm80"]
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 5.0}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_prefill_has_as_many_ctas_as_its_kernel_has_room_for(dtype, options, table, gpu, chosen):
+    q = cukv.RaggedTensor(fake_cupy((NNZ, HEADS, 128), dtype), fake_cupy(BATCH + 1, "int32"))
+    for mask in masks():
+        pages(dtype).prefill(q, table, custom_mask=mask, **options)
+        ((tile, grid),) = chosen
+        assert grid == choose_grid(tile, KV_HEADS, 0)
+        chosen.clear()
 
 
 @pytest.mark.parametrize("num_qo_heads", [16, 128])

@@ -390,7 +390,7 @@ def test_options_act_beside_a_mask(options, rng, forced):
 # The portable kernel works off lists that Hopper's was chosen for.
 def test_a_cap_beside_a_mask(rng, forced):
     call = Call(rng, [(130, 700), (40, 40)], heads=(4, 2), dims=(128, 128)).draw(rng, "random")
-    got = call.attend(bits=True, logits_soft_cap=5.0)
+    got = call.attend(bits=True, planned=True, logits_soft_cap=5.0)  # plans know of no cap
     want = call.define(logits_soft_cap=5.0)
     assert_attends(got, want, operands="bfloat16", scale=max_abs(call.arrays.v), capped=True)
     assert forced
@@ -602,10 +602,14 @@ def test_e4m3_with_a_cap_or_a_mask_is_portable(options, rng, forced):
         flat = rng.random(50 * 70 + 9 * 200) < 0.5
         options = {"custom_mask": RaggedMask(cp.asarray(flat), [0, 50, 59], [0, 70, 270])}
         host = {"custom_mask": flat}
-    got = q.prefill(k, v, return_lse=True, **options)
     want = reference.ragged_prefill(
         arrays[0], indptr_of((50, 9)), *arrays[1:], indptr_of((70, 200)), **host
     )
     capped = "logits_soft_cap" in options
-    assert_attends(got, want, operands="bfloat16", scale=max_abs(arrays[2]), capped=capped)
-    assert forced
+    plan = q.plan(k, custom_mask=options.get("custom_mask"))
+    assert planned_on_hopper(plan) == capped  # of which plans do not know
+    forced.clear()
+    for planned in (plan, None):
+        got = q.prefill(k, v, plan=planned, return_lse=True, **options)
+        assert_attends(got, want, operands="bfloat16", scale=max_abs(arrays[2]), capped=capped)
+    assert not forced
