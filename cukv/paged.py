@@ -513,9 +513,10 @@ return_lse
         with a mask, and memory for its work. A plan holds the bits of its mask. Requests of few
         query rows and of many are served by different kernels. On Hopper, where q and the cache
         are e4m3, heads have 128 elements and there is no mask and no cap, softmax weights may be
-        rounded to e4m3 too, each by 1/16 at most, and sums keep 14 bits: values of one sign come
-        out smaller by up to 2^-21 for each key. Source: kernels/decode.cu,
-        kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu, kernels/mask_tiles.cu.
+        rounded to e4m3 too, each by 1/16 of itself or 2^-18 of the row's largest at most (so
+        that many tiny ones vanish), and sums keep 14 bits: values of one sign come out smaller by
+        up to 2^-21 for each key. Source: kernels/decode.cu, kernels/prefill_sm80.cu,
+        kernels/prefill_sm90.cu, kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "PagedKVCache.prefill"
         if type(q) is not RaggedTensor:

@@ -335,8 +335,9 @@ class RaggedTensor(ArrayNoun):
         launch, two with a mask, and raises while the stream is captured. A plan holds the bits of
         its mask. Unequal indptrs of k and v raise on NumPy only; on a GPU k's counts. On Hopper,
         where q, k and v are e4m3, heads have 128 elements and there is no mask and no cap, softmax
-        weights may be rounded to e4m3 too, each by 1/16 at most, and sums keep 14 bits: values of
-        one sign come out smaller by up to 2^-21 for each key. Source: kernels/decode.cu,
+        weights may be rounded to e4m3 too, each by 1/16 of itself or 2^-18 of the row's
+        largest at most (so that many tiny ones vanish), and sums keep 14 bits: values of one sign
+        come out smaller by up to 2^-21 for each key. Source: kernels/decode.cu,
         kernels/prefill_sm80.cu, kernels/prefill_sm90.cu, kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "RaggedTensor.prefill"
