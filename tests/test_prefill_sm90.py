@@ -9,7 +9,7 @@ before, entries of masks as steps, weights of e4m3.
 import cupy as cp
 import numpy as np
 import pytest
-from cases import PagedCase, indptr_of, random_rows
+from cases import PagedCase, indptr_of, on, random_rows
 from test_decode import (
     LENS,
     PAGE_CASES,
@@ -135,10 +135,10 @@ def view_of(x, kind):
     return view
 
 
-@pytest.mark.parametrize("head_dim", sorted({t.head_dim for t in sm90_tiles() if not t.mapped}))
+@pytest.mark.parametrize("dims", sorted({t[1:3] for t in sm90_tiles() if not t.mapped}), ids=str)
 @pytest.mark.parametrize("kind", ["backwards", "padded"])
-def test_strides_that_no_map_takes_are_copied_token_by_token(kind, head_dim, rng, forced):
-    call = Call(rng, [(70, 333), (1, 65), (129, 1000)], heads=(4, 2), dims=(head_dim, head_dim))
+def test_strides_that_no_map_takes_are_copied_token_by_token(kind, dims, rng, forced):
+    call = Call(rng, [(70, 333), (1, 65), (129, 1000)], heads=(4, 2), dims=dims)
     cache, table = call.case.nouns(call.arrays, cp)
     cache = PagedKVCache(tuple(view_of(x, kind) for x in call.arrays.data))
     rows = RaggedTensor(cp.asarray(call.q), indptr_of(call.qo_lens).tolist())
@@ -478,7 +478,7 @@ def ragged_e4m3(rng, heads, qo_lens, kv_lens):
     arrays = q.astype(np.float32).astype(k.dtype), k, v
     lens = qo_lens, kv_lens, kv_lens
     nouns = [
-        RaggedTensor(cp.asarray(x), cp.asarray(indptr_of(n)))
+        RaggedTensor(on(cp, x), cp.asarray(indptr_of(n)))
         for x, n in zip(arrays, lens, strict=True)
     ]
     return arrays, nouns
@@ -521,7 +521,7 @@ def test_e4m3_in_every_kind_of_page(causal, page_size, rng, forced):
         cache, table = case.nouns(arrays, cp)
         qo_indptr = np.array([0, 3, 5, 305, 335])
         q = case.queries(rng, 335, 8).astype(np.float32).astype(arrays.v.dtype)
-        got = attend(cache, table, cp.asarray(q), qo_indptr, causal=causal)
+        got = attend(cache, table, on(cp, q), qo_indptr, causal=causal)
         assert_is_near(got, define(case, arrays, q, qo_indptr, causal=causal), arrays.v)
     assert forced
 
@@ -533,10 +533,9 @@ def test_e4m3_of_any_strides_and_to_any_dtype(out, rng, forced):
     want = reference.ragged_prefill(
         arrays[0], indptr_of((80, 10)), *arrays[1:], indptr_of((300, 45)), causal=True
     )
-    wide = cp.empty((90, 9, 132), arrays[0].dtype)
-    view = wide[:, 1:, 3:-1]
-    view.view(np.uint8)[...] = q.rows.view(np.uint8)
-    for rows in (q.rows, view):
+    view = cp.empty((90, 9, 132), np.uint8)[:, 1:, 3:-1]
+    view[...] = q.rows.view(np.uint8)
+    for rows in (q.rows, view.view(arrays[0].dtype)):
         to = cp.empty((90, 9, 132), as_dtype("test", "out", out))
         bits = to.view(f"u{to.itemsize}")
         bits[...] = 0x7F7F
@@ -566,7 +565,7 @@ def test_e4m3_of_few_rows_over_many_keys_is_split(rng, forced):
 def test_e4m3_of_positive_values_over_many_keys(rng, forced):
     arrays, (q, k, _) = ragged_e4m3(rng, (4, 1, 1), (70,), (16384,))
     positive = np.abs(arrays[2].astype(np.float32)).astype(arrays[2].dtype)
-    v = RaggedTensor(cp.asarray(positive), k.indptr)
+    v = RaggedTensor(on(cp, positive), k.indptr)
     got = q.prefill(k, v, return_lse=True)
     want = reference.ragged_prefill(
         arrays[0], np.array([0, 70]), arrays[1], positive, np.array([0, 16384])
@@ -581,7 +580,7 @@ def test_e4m3_of_pages_that_do_not_exist_is_dropped(rng, forced):
     case = PagedCase((900, 77), 24, 2, 128, dtype=E4M3)
     arrays = case.arrays(rng)
     cache, table = case.nouns(arrays, cp)
-    q = cp.asarray(case.queries(rng, 90, 8).astype(np.float32).astype(arrays.v.dtype))
+    q = on(cp, case.queries(rng, 90, 8).astype(np.float32).astype(arrays.v.dtype))
     table.indices[1:-1:3] = -1
     got = attend(cache, table, q, [0, 50, 90], causal=True)
     # So high a cap changes nothing but the kernel: the portable one drops them too.
