@@ -478,8 +478,7 @@ def ragged_e4m3(rng, heads, qo_lens, kv_lens):
     arrays = q.astype(np.float32).astype(k.dtype), k, v
     lens = qo_lens, kv_lens, kv_lens
     nouns = [
-        RaggedTensor(on(cp, x), cp.asarray(indptr_of(n)))
-        for x, n in zip(arrays, lens, strict=True)
+        RaggedTensor(on(cp, x), cp.asarray(indptr_of(n))) for x, n in zip(arrays, lens, strict=True)
     ]
     return arrays, nouns
 
