@@ -30,11 +30,11 @@ from cukv._launches import (
     array_signature,
     make_work,
     pack_query_rows,
-    remember,
     require_arrays,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
+from cukv._remember import remember
 from cukv._specialisations import MlaDecodeSm90Tile, latent_tiles, runs_on
 from cukv._tiles import ctas_per_sm
 from cukv.page_table import PageTable

@@ -26,7 +26,6 @@ _pack_query_rows = packer("QueryRows")
 NO_LEVELS = pack_levels(0, 0, 0, 0, 0, 0, 1, 0, 0)
 
 AS_GIVEN = (cp.ndarray, type(None))  # types that need no conversion
-_MAX_REMEMBERED = 256  # signatures of a cache
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -113,13 +112,6 @@ def are_aligned(rows: Array, vector_bytes: int) -> bool:
     """Tell whether every head of an array ``[rows, heads, ...]`` begins at such a multiple."""
     row, head = rows.strides[:2]
     return bool((rows.data.ptr | row | head) % vector_bytes == 0)
-
-
-def remember(found: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], value: Any) -> None:
-    """Keep what was worked out for a signature, with a bound on how many are kept."""
-    if len(found) >= _MAX_REMEMBERED:
-        found.clear()
-    found[signature] = value
 
 
 def mask_signature(call: PagedCall) -> tuple[Any, ...] | None:

@@ -32,12 +32,12 @@ from cukv._launches import (
     array_signature,
     make_work,
     mask_signature,
-    remember,
     require_arrays,
     require_mask,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
+from cukv._remember import remember
 from cukv._specialisations import (
     DecodeTile,
     PrefillTile,

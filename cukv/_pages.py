@@ -34,6 +34,7 @@ from cukv._index import (
     pack_scale,
 )
 from cukv._kernels import kernel
+from cukv._remember import remember
 from cukv._rows import (
     MOVE_THREADS,
     Append,
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 
 _BYTE, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 # Signatures of rows that a cache remembers, without and with their number, with which the strides
-# of HND rows change; of rows to gather; and numbers of pages to copy.
-_MAX_MOVES = _MAX_APPENDS = _MAX_GATHERS = _MAX_COPIES = 64
+# of HND rows change; of rows to gather; and numbers of pages to copy: so many of each.
+_MOST = 64
 # Fields of GatherParams and of CopyPagesParams that differ from call to call.
 _GATHER_PER_CALL = ("table", "token_indptr", "out", "scale")
 _COPY_PER_CALL = ("scratch", "src", "dst")
@@ -158,9 +159,8 @@ class PagePair:
         if append is None:
             if k.shape[:1] != v.shape[:1]:
                 self._check_rows(op, k, v, table)
-            if len(self._appends) >= _MAX_APPENDS:
-                self._appends.clear()
-            append = self._appends[signature] = self._append(op, k, v, batch_size)
+            append = self._append(op, k, v, batch_size)
+            remember(self._appends, signature, append, _MOST)
         if indptr is None or batch_indices is not None or positions is not None:
             _check_row_arguments(op, len(k), batch_size, indptr, batch_indices, positions)
         factors = self.scales(op, scales, divide=True)
@@ -198,9 +198,8 @@ class PagePair:
         signature = (num_rows, k.dtype, k.strides, k.shape[1:], v.dtype, v.strides, v.shape[1:])
         move = self._append_moves.get(signature)
         if move is None:
-            if len(self._append_moves) >= _MAX_MOVES:
-                self._append_moves.clear()
-            move = self._append_moves[signature] = AppendMove(op, (self.first, self.second), (k, v))
+            move = AppendMove(op, (self.first, self.second), (k, v))
+            remember(self._append_moves, signature, move, _MOST)
         nothing = batch_size == 0 or not (k.size or v.size) or not self.first.array.shape[0]
         return Append(move, len(k), batch_size, nothing)
 
@@ -304,9 +303,8 @@ class PagePair:
         )
         launch = self._gathers.get(signature)
         if launch is None:
-            if len(self._gathers) >= _MAX_GATHERS:
-                self._gathers.clear()
-            launch = self._gathers[signature] = _bind_gather(pages, rows)
+            launch = _bind_gather(pages, rows)
+            remember(self._gathers, signature, launch, _MOST)
         launch(table.packed, pack_index(token_indptr), pointer, factor)
         return rows
 
@@ -335,10 +333,9 @@ class PagePair:
         memory = allocate_scratch(op, (num_bytes,), _BYTE, like)
         launches = self._copies.get(len(src))
         if launches is None:
-            if len(self._copies) >= _MAX_COPIES:
-                self._copies.clear()
             bound = (_bind_copies(op, pages, memory, len(src)) for pages in copied)
-            launches = self._copies[len(src)] = tuple(itertools.chain(*bound))
+            launches = tuple(itertools.chain(*bound))
+            remember(self._copies, len(src), launches, _MOST)
         arguments = memory.data.ptr, pack_index(src), pack_index(dst)
         for launch in launches:
             launch(*arguments)

@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cukv._arrays import BFLOAT16, FLOAT8_E4M3, FLOAT16
+from cukv._remember import remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +35,6 @@ _L2_PROMOTION_256B = 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 TEAM_ROWS = 64  # packed rows of a team, in kernels/prefill_sm90.cu
-_MAX_REMEMBERED = 256  # pairs of addresses
 
 
 class Box(NamedTuple):
@@ -187,16 +187,15 @@ class MappedLaunch:
         """Launch on arrays at these addresses; those that come again find their maps."""
         launch = self._launches.get((q, o))
         if launch is None:
-            if len(self._launches) >= _MAX_REMEMBERED:
-                self._launches.clear()
             q_map = self._q.map_at(q, self._group_size)
             o_map = self._o.map_at(o, self._group_size)
-            launch = self._launches[q, o] = self._bind(
+            launch = self._bind(
                 q_map=q_map or NO_MAP,
                 o_map=o_map or NO_MAP,
                 q_mapped=q_map is not None,
                 o_mapped=o_map is not None,
             )
+            remember(self._launches, (q, o), launch)
         launch(table, q, o, *others)
 
 

@@ -32,6 +32,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from cukv._kernels import log
 from cukv._plan import Plan, placement
 from cukv._recording import recording
+from cukv._remember import remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -287,10 +288,7 @@ class _Callback:
         tickets = _Arena(*self._tickets.get(device, (0, 0)), device)
         with cp.cuda.Device(device), recording() as recorded:
             self._on_device(arrays, scratch, tickets, device)
-        remembered = self._recorded[device]
-        if len(remembered) >= _MAX_REMEMBERED:
-            remembered.clear()
-        remembered[pointers] = recorded
+        remember(self._recorded[device], pointers, recorded, _MAX_REMEMBERED)
         return recorded
 
     def _on_device(
