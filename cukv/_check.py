@@ -44,7 +44,12 @@ def match_dtype(op: str, name: str, array: Array, *allowed: np.dtype[Any]) -> No
     if array.dtype not in allowed:
         names = " or ".join(d.name for d in allowed)
         hint = bits_hint(array.dtype)
-        raise TypeError(f"{op}: {name} must be {names}, got {array.dtype.name}{hint}")
+        raise TypeError(f"{op}: {name} must be {names}, got {named(array.dtype)}{hint}")
+
+
+def named(dtype: np.dtype[Any]) -> str:
+    """Name a dtype, and its byte order where that is not this machine's."""
+    return dtype.name if dtype.isnative else f"{dtype.name} of the other byte order"
 
 
 def bits_hint(dtype: np.dtype[Any]) -> str:
@@ -58,7 +63,7 @@ def bits_hint(dtype: np.dtype[Any]) -> str:
 def match_index(op: str, name: str, array: Array, size: int | None = None) -> None:
     """Raise unless the array is a 1-D int32 or int64 array, of ``size`` entries if given."""
     if array.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {array.dtype.name}")
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {named(array.dtype)}")
     if array.ndim != 1 or (size is not None and array.shape[0] != size):
         want = "n" if size is None else f"n={size}"
         raise ValueError(f"{op}: {name} must be [{want}], got {list(array.shape)}")

@@ -23,6 +23,7 @@ UNIT_SCALE, NO_SCALE = _pack_scale(0, 1.0), _pack_scale(0, 0.0)
 _UNIT_SCALES = (UNIT_SCALE,) * 3
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_INT64_MAX = np.iinfo(np.int64).max
 
 
 def pack_index(array: Array | None) -> bytes:
@@ -70,9 +71,14 @@ def as_index(op: str, name: str, x: Any, like: Array | None) -> Array:
     """Give an index array; a Python sequence becomes int32 (int64 if a value needs it)."""
     if not isinstance(x, SEQUENCES):
         return as_array(op, name, x)
-    host = np.asarray(x) if len(x) else np.zeros(0, np.int64)
+    try:
+        host = np.asarray(x) if len(x) else np.zeros(0, np.int64)
+    except ValueError:
+        raise TypeError(f"{op}: {name} must be integers, got sequences among them") from None
     if host.dtype.kind not in "iu":
-        raise TypeError(f"{op}: {name} must be integers, got {host.dtype.name}")
+        large = [n for n in x if isinstance(n, int) and not ~_INT64_MAX <= n <= _INT64_MAX]
+        got = f"{large[0]}, which int64 does not hold" if large else host.dtype.name
+        raise TypeError(f"{op}: {name} must be integers, got {got}")
     limits = np.iinfo(np.int32)
     if not host.size or (limits.min <= host.min() and host.max() <= limits.max):
         host = host.astype(np.int32)

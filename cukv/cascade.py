@@ -20,7 +20,7 @@ from cukv._attention import (
     run_on_host,
 )
 from cukv._cascade import CascadeCall, attend_cascade, plan_cascade
-from cukv._check import check_indptr, match, match_index, narrow, values
+from cukv._check import check_indptr, match, match_index, narrow, values, whole_number
 from cukv._index import as_index
 from cukv._noun import Noun
 from cukv._plan import Plan
@@ -172,11 +172,9 @@ class CascadeLevels(Noun):
         op = "CascadeLevels.from_prefixes"
         if not isinstance(table, PageTable):
             raise TypeError(f"{op}: table must be a PageTable, got {type(table)}")
-        if bytes_per_token <= 0 or (min_saved_bytes is not None and min_saved_bytes < 0):
-            raise ValueError(
-                f"{op}: min_saved_bytes must be 0 or more and bytes_per_token more than 0, "
-                f"got {min_saved_bytes} and {bytes_per_token}"
-            )
+        bytes_per_token = whole_number(op, "bytes_per_token", bytes_per_token, 1)
+        if min_saved_bytes is not None:
+            min_saved_bytes = whole_number(op, "min_saved_bytes", min_saved_bytes, 0)
         given = range(table.batch_size + 1) if qo_indptr is None else qo_indptr
         flat_rows = as_index(op, "qo_indptr", given, table.indptr)
         home(op, table=table.indptr, qo_indptr=flat_rows)

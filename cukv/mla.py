@@ -11,7 +11,7 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import check_options, require_plan, run_on_host
-from cukv._check import check_indptr, check_sizes, match, values
+from cukv._check import check_indptr, check_sizes, match, values, whole_number
 from cukv._latent_attention import (
     LatentAttention,
     LatentCall,
@@ -78,8 +78,8 @@ class MLAPagedCache(CacheNoun):
         else:
             data, reason = as_storage(op, "data", self.data)
             match(op, "data", data, ("max_num_pages", "page_size", "head_dim"), {})
-            width = int(self.head_dim_kpe)
-            if not 0 <= width <= data.shape[-1]:
+            width = whole_number(op, "head_dim_kpe", self.head_dim_kpe, 0)
+            if width > data.shape[-1]:
                 raise ValueError(
                     f"{op}: head_dim_kpe must be 0 to {data.shape[-1]} columns, got {width}"
                 )

@@ -19,7 +19,7 @@ from cukv._arrays import (
     on_device_of,
     set_to_zero,
 )
-from cukv._check import check_indptr, check_rows_fit, match_index, narrow, values
+from cukv._check import check_indptr, check_rows_fit, match_index, narrow, values, whole_number
 from cukv._index import SEQUENCES, as_index, pack_divisor, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_thread, packer
 from cukv._noun import Noun
@@ -159,6 +159,8 @@ class PageTable(Noun):
         """
         op = "PageTable.from_seq_lens"
         size = page_size_of(op, page_size)
+        if num_pages is not None:
+            num_pages = whole_number(op, "num_pages", num_pages, 0)
         given = next((x for x in (lens, pages) if not isinstance(x, SEQUENCES)), None)
         like = empty(op, (0,), _INT32, xp) if given is None else as_array(op, "lens", given)
         host_lens = values(np.asarray(lens)) if isinstance(lens, (*SEQUENCES, np.ndarray)) else None
@@ -310,10 +312,10 @@ class PageTable(Noun):
         Current stream, no synchronisation. Source: kernels/block_table.cu.
         """
         op = "PageTable.block_table"
-        if width < 0:
-            raise ValueError(f"{op}: width must be 0 or more, got {width}")
+        width = whole_number(op, "width", width, 0)
         if self._home() is np:
             self.validate()
+            _check_widths(op, values(self.indptr), width)
             found = reference.block_table(self.indptr, self.indices, width)
             return found.astype(self.indices.dtype)
         shape = (self.batch_size, width)
@@ -381,15 +383,20 @@ class PageTable(Noun):
         ----------
         max_num_pages : int
             Pages of the cache that the table is used with: every page id must be below it.
-        indptr : [batch_size + 1]
+        indptr : [batch_size + 1] int32 or int64, or a sequence
             Rows to append per request; each must fit the request's tokens.
 
         Raises
         ------
+        TypeError
+            Arguments that are not integers.
         ValueError
             Names the request and the value.
         """
         op = "PageTable.validate"
+        if max_num_pages is not None:
+            max_num_pages = whole_number(op, "max_num_pages", max_num_pages, 0)
+        rows = None if indptr is None else _host_index(op, "indptr", indptr, len(self.indptr))
         pages, counts, last = self._validate_lens(op, len(self.indices))
         used = values(self.indices)[: pages[-1]]
         high = np.inf if max_num_pages is None else max_num_pages
@@ -401,8 +408,8 @@ class PageTable(Noun):
             raise ValueError(
                 f"{op}: page {i - pages[b]} of request {b} must be 0 or more{limit}, got {used[i]}"
             )
-        if indptr is not None:
-            self._validate_rows(op, values(indptr), counts, last)
+        if rows is not None:
+            self._validate_rows(op, rows, counts, last)
 
     def _validate_lens(
         self, op: str, num_indices: int
@@ -423,8 +430,6 @@ class PageTable(Noun):
     def _validate_rows(
         self, op: str, rows: np.ndarray, counts: np.ndarray, last: np.ndarray
     ) -> None:
-        if len(rows) != len(counts) + 1:
-            raise ValueError(f"{op}: indptr must be [{len(counts) + 1}], got [{len(rows)}]")
         check_indptr(op, "indptr", rows, _ANY, "rows")
         lens = np.where(counts > 0, (counts - 1) * self.page_size + last, 0)
         check_rows_fit(op, rows, lens)
@@ -461,9 +466,12 @@ def _count(n: int, like: Array) -> Array:
 
 def page_size_of(op: str, page_size: Any) -> int:
     """Give a page size as a Python int, which must be 1 or more."""
-    size = int(page_size)
-    if size != page_size or size < 1:
-        raise ValueError(f"{op}: page_size must be a whole number of 1 or more, got {page_size}")
+    try:
+        size = int(page_size)
+    except (TypeError, ValueError, OverflowError):
+        size = 0
+    if size < 1 or size != page_size:
+        raise ValueError(f"{op}: page_size must be a whole number of 1 or more, got {page_size!r}")
     return size
 
 
@@ -481,12 +489,28 @@ def _check_lens(op: str, lens: np.ndarray, page_size: int, width: int | None = N
             )
 
 
+def _host_index(op: str, name: str, x: Any, size: int) -> np.ndarray:
+    """Read an index argument on the host, of whichever library, as int64."""
+    x = as_index(op, name, x, None) if isinstance(x, SEQUENCES) else x
+    host = x.get() if hasattr(x, "get") else np.asarray(x)
+    match_index(op, name, host, size)
+    return values(host)
+
+
+def _check_widths(op: str, indptr: np.ndarray, width: int) -> None:
+    wide = np.flatnonzero(np.diff(indptr) > width)
+    if len(wide):
+        b = int(wide[0])
+        need = indptr[b + 1] - indptr[b]
+        raise ValueError(f"{op}: width must be at least {need} pages for request {b}, got {width}")
+
+
 def _checked_capacity(
     op: str, lens: np.ndarray, page_size: int, pages: Array | None, num_pages: int | None
 ) -> int:
     """Pages that lengths on the host need, or the capacity asked for if that is enough."""
     _check_lens(op, lens, page_size)
-    needed = int((-(-lens // page_size)).sum())
+    needed = int((-(-lens // page_size)).sum(dtype=np.float64))  # which never wraps
     limits = [n for n in (num_pages, None if pages is None else len(pages)) if n is not None]
     have = min(limits, default=needed)
     if needed > have:

@@ -830,8 +830,10 @@ def test_attend_checks_its_arguments(rng):
         ({"qo_indptr": [0, 2**32 + 2, 2]}, ValueError, "qo_indptr falls at request 1"),
         ({"qo_indptr": [0, 1, 2**32 + 2]}, ValueError, "qo_indptr: entry 2 is .* int32 does not"),
         ({"qo_indptr": np.zeros(3)}, TypeError, "qo_indptr must be int32 or int64, got float64"),
-        ({"min_saved_bytes": -1}, ValueError, "min_saved_bytes must be 0 or more .* got -1"),
-        ({"bytes_per_token": 0}, ValueError, "bytes_per_token more than 0, got None and 0"),
+        ({"min_saved_bytes": -1}, ValueError, "min_saved_bytes must be 0 or more, got -1"),
+        ({"bytes_per_token": 0}, ValueError, "bytes_per_token must be 1 or more, got 0"),
+        ({"min_saved_bytes": "1"}, TypeError, "min_saved_bytes must be an integer, got '1'"),
+        ({"bytes_per_token": 4.5}, TypeError, "bytes_per_token must be an integer, got 4.5"),
     ],
 )
 def test_from_prefixes_checks_its_arguments(options, error, message):

@@ -169,6 +169,28 @@ def test_sequences_become_the_smallest_index_dtype():
             as_index("op", "x", bad, None)
 
 
+@pytest.mark.parametrize(
+    ("given_", "cause"),
+    [
+        ([0, 2**63], "9223372036854775808, which int64 does not hold"),
+        ([-(2**70), 0], "-1180591620717411303424, which int64 does not hold"),
+        ([0, [1, 2]], "sequences among them"),
+        ([0.5, 1], "float64"),
+    ],
+)
+def test_a_sequence_that_is_no_index_is_told_why(given_, cause):
+    with pytest.raises(TypeError, match=f"^op: x must be integers, got {cause}$"):
+        as_index("op", "x", given_, None)
+
+
+def test_a_dtype_of_the_other_byte_order_is_called_so():
+    swapped = np.zeros(3, np.dtype(np.int32).newbyteorder())
+    with pytest.raises(TypeError, match=r"or int64, got int32 of the other byte order$"):
+        match_index("op", "indptr", swapped)
+    with pytest.raises(TypeError, match=r"must be float16, got float16 of the other byte order$"):
+        match_dtype("op", "k", np.zeros(3, np.dtype(np.float16).newbyteorder()), FLOAT16)
+
+
 def test_an_index_is_packed_with_its_own_stride_and_width():
     memory = fake_cupy((10, 3), "int64")
     for view in (memory[:, 1], memory[::-1, 2], memory[3], memory[:0, 0], memory[2:3, 0]):

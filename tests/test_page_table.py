@@ -3,6 +3,8 @@
 Tests with the ``xp`` fixture run on both homes: against tables walked page by page.
 """
 
+import re
+
 import brute
 import cupy as cp
 import numpy as np
@@ -164,7 +166,8 @@ def test_a_row_too_short_raises_on_numpy_and_is_cut_on_the_device(xp):
     table = make(xp, [0, 1, 4], [5, 1, 2, 3], [1, 1], 8)
     if xp is np:
         with pytest.raises(
-            ValueError, match=r"width must be at least 3 pages for request 1, got 2"
+            ValueError,
+            match=r"^PageTable.block_table: width must be at least 3 pages for request 1, got 2",
         ):
             table.block_table(2)
     else:
@@ -332,7 +335,7 @@ def test_validate_names_the_request_and_the_value(xp):
          "page 0 of request 1 must be 0 or more and below max_num_pages=9, got 9"),
         (([0, 1, 2], [3, 4], [5, 5]), {"indptr": [0, 5, 11]},
          "request 1 has 5 tokens but 6 rows to append"),
-        (([0, 1, 2], [3, 4], [5, 5]), {"indptr": [0, 5]}, r"indptr must be \[3\], got \[2\]"),
+        (([0, 1, 2], [3, 4], [5, 5]), {"indptr": [0, 5]}, r"indptr must be \[n=3\], got \[2\]"),
         (([0, 1, 2], [3, 4], [5, 5]), {"indptr": [0, 5, 4]}, "indptr falls at request 1"),
     ):  # fmt: skip
         table = make(xp, *arrays, 16)
@@ -340,6 +343,45 @@ def test_validate_names_the_request_and_the_value(xp):
             options["indptr"] = on(xp, np.array(options["indptr"]))
         with pytest.raises(ValueError, match=r"^PageTable.validate: " + message):
             table.validate(**options)
+
+
+def test_validate_names_what_it_is_wrongly_asked_for():
+    table = make(np, [0, 1, 2], [3, 4], [5, 5], 16)
+    for options, error, message in (
+        ({"max_num_pages": "9"}, TypeError, "max_num_pages must be an integer, got '9'"),
+        ({"max_num_pages": 4.5}, TypeError, "max_num_pages must be an integer, got 4.5"),
+        ({"indptr": [0, 0.5, 1]}, TypeError, "indptr must be integers, got float64"),
+        ({"indptr": np.array([0, 0.5, 1])}, TypeError, "indptr must be int32 or int64, got float"),
+        ({"indptr": 3}, ValueError, r"indptr must be \[n=3\], got \[\]"),
+        ({"indptr": [[0, 1, 2]]}, ValueError, r"indptr must be \[n=3\], got \[1, 3\]"),
+    ):
+        with pytest.raises(error, match=r"^PageTable.validate: " + message):
+            table.validate(**options)
+
+
+@pytest.mark.parametrize("size", ["16", None, np.nan, np.inf, 1j, [16], np.array([16, 16]), 1.5])
+def test_a_page_size_that_is_no_whole_number_is_named(size):
+    message = r": page_size must be a whole number of 1 or more, got " + re.escape(repr(size))
+    for make_table in (
+        lambda: PageTable(np.array([0, 1]), [0], [1], size),
+        lambda: PageTable.from_seq_lens([1], size, xp=np),
+        lambda: PageTable.from_block_table(np.zeros((1, 1), np.int32), [1], size),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_table()
+
+
+@pytest.mark.parametrize("number", [3.5, "4", True])
+def test_counts_of_pages_that_are_no_integers_are_named(number):
+    with pytest.raises(TypeError, match=r"from_seq_lens: num_pages must be an integer, got"):
+        PageTable.from_seq_lens([33], 16, num_pages=number, xp=np)
+    with pytest.raises(TypeError, match=r"^PageTable.block_table: width must be an integer, got"):
+        make(np, [0, 1], [5], [1], 16).block_table(number)
+
+
+def test_lengths_whose_pages_no_integer_counts_are_refused_and_do_not_wrap():
+    with pytest.raises(ValueError, match="the lengths need 9223372036854775808 pages, got 2"):
+        PageTable.from_seq_lens(np.array([2**62, 2**62]), 1, pages=[1, 2])
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "token_indptr"])
