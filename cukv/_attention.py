@@ -65,7 +65,9 @@ def check_options(
 
     ``sinks`` must be in the home of ``like``.
     """
-    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else host_scale(op, "sm_scale", sm_scale)
+    # Heads without elements have logits of 0, at any scale.
+    default = 1.0 / math.sqrt(max(head_dim, 1))
+    scale = default if sm_scale is None else host_scale(op, "sm_scale", sm_scale)
     cap = check_soft_cap(op, logits_soft_cap)
     if sinks is not None:
         sinks = as_array(op, "sinks", sinks, like)

@@ -90,6 +90,15 @@ def whole_number(op: str, name: str, x: Any, low: int) -> int:
     return number
 
 
+def request_number(noun: str, i: Any, batch_size: int) -> int:
+    """Give a request's number from 0, where negative ones count from the end; or raise."""
+    if not isinstance(i, (int, np.integer)):
+        raise TypeError(f"{noun}: a request is named by an integer, got {i!r}")
+    if not -batch_size <= i < batch_size:
+        raise IndexError(f"{noun}: request {i} of {batch_size}")
+    return int(i) % batch_size
+
+
 def check_sizes(op: str, **sizes: Any) -> None:
     """Raise unless every size of a new cache is an integer of 0 or more; a page holds a token."""
     for name, size in sizes.items():

@@ -385,7 +385,8 @@ def _parse_scale(op: str, pages: Pages, scale: Any) -> Any:
 def _scale_of_values(op: str, pages: Pages, scale: Any, divide: bool) -> Any:
     """Parse the scale of what pages hold; only fp8 pages hold scaled values."""
     parsed = _parse_scale(op, pages, scale)
-    if divide and parsed in (0.0, NO_SCALE):
+    # As float32, which a kernel divides by: smaller numbers are 0 there.
+    if divide and (parsed == NO_SCALE or (pages.device < 0 and np.float32(parsed) == 0)):
         raise ValueError(f"{op}: {pages.name}_scale must not be 0: rows are divided by it")
     if parsed not in (1.0, UNIT_SCALE) and pages.dtype not in FP8:
         shown = "an array on the GPU" if isinstance(scale, cp.ndarray) else scale

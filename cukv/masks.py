@@ -22,7 +22,14 @@ from cukv._arrays import (
     on_device_of,
     set_to_zero,
 )
-from cukv._check import check_indptr, match, match_aligned, match_index, values
+from cukv._check import (
+    check_indptr,
+    match,
+    match_aligned,
+    match_index,
+    request_number,
+    values,
+)
 from cukv._index import as_index, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_warp, packer
 from cukv._noun import ArrayNoun
@@ -142,9 +149,7 @@ class RaggedMask(ArrayNoun):
 
     def __getitem__(self, i: int) -> Array:
         """Mask of request ``i``, a ``[qo_len, kv_len]`` view. Synchronises if on a GPU."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"RaggedMask: request {i} of {len(self)}")
-        return self._view(i % len(self), *self._host_lens())
+        return self._view(request_number("RaggedMask", i, len(self)), *self._host_lens())
 
     def __iter__(self) -> Iterator[Array]:
         """Views of the requests' masks in turn. Synchronises once if on a GPU."""

@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import Array, as_array, concatenate, home, on_device_of
+from cukv._arrays import DTYPES, Array, as_array, concatenate, home, on_device_of
 from cukv._attention import (
     PagedCall,
     check_heads,
@@ -23,7 +23,15 @@ from cukv._attention import (
     require_plan,
     run_on_host,
 )
-from cukv._check import bits_hint, check_indptr, match, match_dtype, match_index, values
+from cukv._check import (
+    bits_hint,
+    check_indptr,
+    match,
+    match_dtype,
+    match_index,
+    request_number,
+    values,
+)
 from cukv._index import as_index
 from cukv._noun import ArrayNoun
 from cukv._plan import Plan
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from cukv.masks import Mask
 
 LAYOUTS = ("NHD", "HND")
+_FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -185,13 +194,10 @@ class RaggedTensor(ArrayNoun):
 
     def __getitem__(self, i: int) -> Array:
         """Rows of request ``i``, a view in this layout. Synchronises if the indptr is on a GPU."""
-        if not isinstance(i, (int, np.integer)):
-            raise TypeError(f"RaggedTensor: a request is named by an integer, got {i!r}")
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"RaggedTensor: request {i} of {len(self)}")
+        request = request_number("RaggedTensor", i, len(self))
         if isinstance(self.indptr, np.ndarray):
             self.validate()
-        start, stop = (int(x) for x in values(self.indptr[i % len(self) :][:2]))
+        start, stop = (int(x) for x in values(self.indptr[request:][:2]))
         return self.data[start:stop] if self.layout == "NHD" else self.data[:, start:stop]
 
     def __iter__(self) -> Iterator[Array]:
@@ -400,6 +406,9 @@ class RaggedTensor(ArrayNoun):
         arrays = {"q": self.data, "k": k.data}
         dims: dict[str, int | None] = {"head_dim": self.head_dim}
         match(op, "k", k.rows, ("kv_nnz", "num_kv_heads", "head_dim"), dims)
+        match_dtype(
+            op, "k", k.rows, *DTYPES, *((_FLOAT64,) if isinstance(k.rows, np.ndarray) else ())
+        )
         if v is not None:
             match(op, "v", v.rows, ("kv_nnz", "num_kv_heads", "head_dim_vo"), dims)
             match_dtype(op, "v", v.rows, k.dtype)
@@ -438,7 +447,7 @@ def require_ragged(op: str, **arguments: Any) -> None:
 
 def check_layout(op: str, layout: str) -> None:
     """Raise unless ``layout`` is "NHD" or "HND"."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f'{op}: layout must be "NHD" or "HND", got {layout!r}')
 
 

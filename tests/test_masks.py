@@ -362,6 +362,16 @@ def test_iteration_over_a_mask_ends(xp):
         mask[0]
 
 
+@pytest.mark.parametrize("name", ["0", 0.0, None, slice(0, 1), np.array([0])])
+def test_a_mask_is_named_by_an_integer_as_rows_are(name):
+    for noun in (
+        RaggedMask(np.zeros(11, bool), [0, 1, 3], [0, 5, 8]),
+        RaggedTensor(np.zeros((3, 1, 8), np.float16), [0, 1, 3]),
+    ):
+        with pytest.raises(TypeError, match="a request is named by an integer, got"):
+            noun[name]
+
+
 # Two requests, (1, 5) and (1, 9), that keep key 0 and key 8: packed in one run they would shift.
 def test_each_request_starts_on_a_byte(xp):
     parts = [np.arange(5) == 0, np.arange(9) == 8]

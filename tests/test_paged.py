@@ -1525,6 +1525,7 @@ def test_append_names_what_it_refuses(nouns, make, no_launch):
         (good, good, {"v_scale": np.float32(2)}, ValueError, "v_scale must be 1.0, got 2.0"),
         (good, good, {"k_scale": "1"}, TypeError, "k_scale must be one number, got '1'"),
         (good, good, {"k_scale": np.ones(2)}, TypeError, "k_scale must be one number"),
+        (good, good, {"k_scale": 1e-50}, ValueError, "k_scale must not be 0"),
         (good, good, {"v_scale": 1j}, TypeError, "v_scale must be one number"),
         (good, good, {"v_scale": None}, TypeError, "v_scale must be one number"),
     ]:  # fmt: skip
@@ -1921,3 +1922,12 @@ def test_a_plan_belongs_to_a_number_of_requests(rows):
     plan = cache.plan(RaggedTensor(queries, [0, rows]), one)
     with pytest.raises(ValueError, match="batch_size=1, got 2"):
         cache.prefill(RaggedTensor(queries, [0, 1, rows]), two, plan=plan)
+
+
+def test_keys_without_elements_are_all_alike_on_numpy():
+    values = np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1)
+    cache = PagedKVCache((np.zeros((1, 8, 1, 0), np.float32), values))
+    table = PageTable.from_seq_lens([4], 8, xp=np)
+    o, lse = cache.decode(np.zeros((1, 2, 0), np.float32), table, return_lse=True)
+    assert o.tolist() == [[[1.5], [1.5]]]
+    assert lse.tolist() == [[2.0, 2.0]]

@@ -378,6 +378,21 @@ def test_prefill_names_what_it_refuses(make):
         integers.prefill(k, v)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "bool", "void16", "float8_e3m4", "int4"])
+def test_keys_of_a_dtype_that_no_kernel_reads_are_refused_on_numpy_too(rng, dtype):
+    q, k, _ = batch(rng, "float32", (3, 2), (4, 5))
+    kind = "V2" if dtype == "void16" else dtype
+    keys = RaggedTensor(np.zeros(k.data.shape, kind), k.indptr)
+    for call in (lambda: q.prefill(keys, keys), lambda: q.plan(keys)):
+        with pytest.raises(TypeError, match=r"prefill: k must be float16 or .*, got " + str(dtype)):
+            call()
+
+
+def test_a_layout_that_is_no_name_is_named(rng):
+    with pytest.raises(ValueError, match='layout must be "NHD" or "HND", got array'):
+        RaggedTensor(np.zeros((3, 1, 8)), [0, 3], np.array(["NHD", "HND"]))
+
+
 def test_values_are_checked_on_numpy(rng):
     q, k, v = batch(rng, "float32", (3, 2), (4, 5))
     other = RaggedTensor(v.data, [0, 5, 9])
