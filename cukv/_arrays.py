@@ -56,6 +56,13 @@ _IN_JAX = {
 }
 
 
+_NOUNS = (
+    "CascadeLevels", "MLAPagedCache", "PackedMask", "PageTable", "PagedKVCache", "RaggedMask",
+    "RaggedTensor",
+)  # fmt: skip
+_CALL_JAX = ", or call the function of cukv.jax"
+
+
 class CudaUnavailableError(RuntimeError):
     """A kernel is needed and there is no NVIDIA GPU with a driver."""
 
@@ -123,11 +130,15 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
         return x
     if isinstance(x, (list, tuple)) and like is not None:
         return to_home(np.asarray(x), like)
-    of_jax = ", or call the function of cukv.jax" if _is_of_jax(x) else ""
+    of_jax = ""
+    if _is_of_jax(x):
+        of_jax = ", or make the noun by cukv.jax.noun" if op in _NOUNS else _CALL_JAX
     if not hasattr(x, "__dlpack_device__"):
         kind = type(x)
         raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {kind}{of_jax}")
     if x.__dlpack_device__()[0] not in _CUDA_DEVICES:
+        if type(x).__name__ in _NOUNS:
+            raise TypeError(f"{op}: {name} must be an array, got a {type(x).__name__}: pass .data")
         raise TypeError(
             f"{op}: {name} is in CPU memory ({type(x).__name__}); pass numpy.from_dlpack({name}) "
             f"to work on it in NumPy, or move it to the GPU{of_jax}"

@@ -167,9 +167,9 @@ class ArrayNoun(Noun):
         return to_dlpack(self._exported(), **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Give ``data`` to NumPy; data on a GPU is a TypeError, as ``to_host`` is not implied."""
+        """Give ``data`` to NumPy; CuPy's is a TypeError, as ``to_host`` is not implied."""
         array = self._exported()
-        if not isinstance(array, np.ndarray):
+        if isinstance(array, cp.ndarray):
             raise TypeError(
                 f"{type(self).__name__} is on a GPU: use .to_host() to copy it to NumPy"
             )

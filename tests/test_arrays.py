@@ -207,6 +207,12 @@ def test_what_is_no_array_raises_and_says_what_would_be(x, message):
         as_array("op", "k", x)
 
 
+def test_a_noun_of_numpy_arrays_is_no_array_and_the_way_out_is_named():
+    noun = cukv.RaggedTensor(np.zeros((2, 1, 8), np.float16), [0, 2])
+    with pytest.raises(TypeError, match=r"^op: k must be an array, got a RaggedTensor: pass .data"):
+        as_array("op", "k", noun)
+
+
 def test_a_sequence_goes_to_the_home_of_the_array_beside_it():
     array = as_array("op", "indptr", [0, 3], np.zeros(1))
     assert isinstance(array, np.ndarray)

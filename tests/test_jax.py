@@ -115,6 +115,52 @@ def test_nouns_are_pytrees_and_come_back_as_they_were(place, rng):
         assert jax.tree.structure(in_jax(x)) == jax.tree.structure(x)
     with pytest.raises(TypeError, match="PageTable takes"):
         cj.noun(cukv.PageTable, table.indptr)
+    fields = table.indptr, table.indices, table.last_page_len, 16
+    with pytest.raises(TypeError, match="PageTable is given page_size twice"):
+        cj.noun(cukv.PageTable, *fields, page_size=8)
+    with pytest.raises(TypeError, match="PageTable's indptr must be an array, got <class 'list'>"):
+        cj.noun(cukv.PageTable, [0, 1], *fields[1:])
+    for kind in (int, 3, table):
+        with pytest.raises(TypeError, match=r"kind must be a noun, such as cukv.PageTable, got"):
+            cj.noun(kind, *fields)
+
+
+def test_an_argument_that_is_no_array_is_named(rng):
+    _, _, cache, table = made(CASE, rng)
+    q = jnp.zeros((table.last_page_len.shape[0], 8, 64), "float16")
+    rows = cj.noun(cukv.RaggedTensor, q, jnp.arange(len(q) + 1))
+    latent = cj.noun(cukv.MLAPagedCache, jnp.zeros((4, 16, 576), "float16"))
+    nobody = cukv.PageTable.from_seq_lens([], 16, xp=np)
+    levels = cukv.CascadeLevels(([0],), (nobody,))
+    for name, call in (
+        ("decode: q", lambda: cj.decode(q.tolist(), cache, table)),
+        ("decode: q", lambda: cj.decode(rows, cache, table)),
+        ("cascade: q", lambda: cj.cascade(None, cache, levels)),
+        ("mla_decode: q_pe", lambda: cj.mla_decode(q, 1.0, latent, table, sm_scale=1.0)),
+        ("append: v", lambda: cj.append(cache, q, [1.0], table)),
+        ("mla_append: ckv", lambda: cj.mla_append(latent, None, q, table)),
+        ("merge_states: lse", lambda: cj.merge_states(q, [0.0])),
+        ("pmerge_states: o", lambda: cj.pmerge_states([0.0], q, "x")),
+        ("packbits: x", lambda: cj.packbits([True])),
+    ):
+        with pytest.raises(TypeError, match=f"^cukv.jax.{name} must be an array, got <class"):
+            call()
+
+
+def test_numbers_of_64_bits_that_jax_would_cut_to_zero_are_true():
+    for x in ([2**32, 0, 1], [1e-300, 0.0, np.nan]):
+        assert np.asarray(cj.packbits(np.array(x))).tolist() == [5]
+
+
+def test_a_noun_over_arrays_of_jax_in_cpu_memory_names_what_makes_one():
+    with pytest.raises(TypeError, match=r"or make the noun by cukv.jax.noun$"):
+        cukv.PagedKVCache(jax.device_put(np.zeros((1, 2, 16, 2, 8)), jax.devices("cpu")[0]))
+
+
+def test_a_noun_of_jax_arrays_is_an_array_for_numpy():
+    rows = cj.noun(cukv.RaggedTensor, jnp.ones((2, 8, 64), "float16"), jnp.arange(3))
+    assert np.asarray(rows).shape == (2, 8, 64)
+    assert np.asarray(rows, "float32").dtype == np.float32
 
 
 def test_nouns_of_jax_arrays_show_their_structure_and_name_the_functions(place, rng):

@@ -29,6 +29,13 @@ def require(op: str, kind: type, **nouns: Any) -> None:
             raise TypeError(f"cukv.jax.{op}: {name} must be {wanted}, got {type(x)}")
 
 
+def require_arrays(op: str, **arrays: Any) -> None:
+    """Raise unless arguments are arrays, of JAX or NumPy, or tracers of them."""
+    for name, x in arrays.items():
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"cukv.jax.{op}: {name} must be an array, got {type(x)}")
+
+
 def require_static(op: str, options: dict[str, Any]) -> None:
     """Raise where an option that must be known when a call is traced is traced itself."""
     for name, x in options.items():

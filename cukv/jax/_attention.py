@@ -13,7 +13,14 @@ from cukv import _plan
 from cukv import merge as _merge
 from cukv._arrays import BFLOAT16, FP8
 from cukv.cascade import CascadeLevels
-from cukv.jax._arguments import Array, present, require, require_static, split_scales
+from cukv.jax._arguments import (
+    Array,
+    present,
+    require,
+    require_arrays,
+    require_static,
+    split_scales,
+)
 from cukv.jax._nouns import noun
 from cukv.jax._xla import Memory, call, plan_key, vary_as
 from cukv.mla import MLAPagedCache
@@ -178,6 +185,7 @@ def decode(
     """
     require("decode", PagedKVCache, cache=cache)
     require("decode", PageTable, table=table)
+    require_arrays("decode", q=q)
     return _attend(
         _Call(
             "decode",
@@ -309,6 +317,7 @@ def mla_decode(
     """
     require("mla_decode", MLAPagedCache, cache=cache)
     require("mla_decode", PageTable, table=table)
+    require_arrays("mla_decode", q_nope=q_nope, q_pe=q_pe)
     return _attend(
         _Call(
             "mla_decode",
@@ -351,6 +360,8 @@ def cascade(
     """
     require("cascade", PagedKVCache, cache=cache)
     require("cascade", CascadeLevels, levels=levels)
+    if not isinstance(q, RaggedTensor):
+        require_arrays("cascade", q=q)
     rows, levels, as_given = _in_order(q, levels)
     found = _attend(
         _Call(
@@ -378,6 +389,7 @@ def merge_states(o: Array, lse: Array) -> tuple[Array, Array]:
     From ``o [n, k, num_heads, head_dim]`` and ``lse [n, k, num_heads]`` float32, base 2, it gives
     ``o [n, num_heads, head_dim]`` and ``lse [n, num_heads]``.
     """
+    require_arrays("merge_states", o=o, lse=lse)
 
     def merge(memory: Memory, results: Any, o: Array, lse: Array) -> None:
         _merge.merge_states(o, lse, out=results)

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from cukv._arrays import as_dtype
-from cukv.jax._arguments import Array, like, present, require, require_static, split_scales
+from cukv.jax._arguments import (
+    Array,
+    like,
+    present,
+    require,
+    require_arrays,
+    require_static,
+    split_scales,
+)
 from cukv.jax._nouns import noun
 from cukv.jax._xla import Memory, call
 from cukv.masks import BitOrder, pack_bits
@@ -71,6 +79,9 @@ def _appended(
     op: str, cache: Any, rows: tuple[Any, ...], where: dict[str, Any], scales: dict[str, Any]
 ) -> Any:
     require(op, PageTable, table=rows[-1])
+    names = ("k", "v") if op == "append" else ("ckv", "kpe")
+    given = {n: x for n, x in zip(names, rows, strict=False) if not isinstance(x, RaggedTensor)}
+    require_arrays(op, **given)
     static, traced = split_scales(scales)
 
     def write(
@@ -132,6 +143,9 @@ def gather(
 
 def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     """Pack truth values into bits, eight to a byte, ``[ceil(n / 8)]`` uint8."""
+    require_arrays("packbits", x=x)
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iuf":
+        x = x != 0  # before JAX cuts 64 bits to the lower 32
     x = jnp.ravel(x)
 
     def pack(memory: Memory, packed: Array, x: Array) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy as cp
 import jax
 import numpy as np
 
+from cukv._noun import Noun
 from cukv.cascade import CascadeLevels
 from cukv.masks import PackedMask, RaggedMask
 from cukv.mla import MLAPagedCache
 from cukv.page_table import PageTable
 from cukv.paged import PagedKVCache
 from cukv.ragged import RaggedTensor
-
-if TYPE_CHECKING:
-    from cukv._noun import Noun
 
 _STATIC = ("layout", "page_size", "head_dim_kpe")  # fields of nouns that are no arrays
 _NOUNS = (
@@ -43,8 +41,10 @@ def noun(kind: type[Noun], *fields: Any, **named: Any) -> Any:
     Raises
     ------
     TypeError
-        Fields that the noun does not have, or lacks.
+        Not a noun; fields that it does not have, lacks or is given twice; numbers for an array.
     """
+    if not (isinstance(kind, type) and issubclass(kind, Noun)):
+        raise TypeError(f"noun: kind must be a noun, such as cukv.PageTable, got {kind!r}")
     specs = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [f.name for f in specs] + (["indptr"] if kind is PackedMask else [])
     given = dict(zip(names, fields, strict=False)) | named
@@ -54,6 +54,11 @@ def noun(kind: type[Noun], *fields: Any, **named: Any) -> Any:
     values = defaults | given
     if len(fields) > len(names) or set(values) != set(names):
         raise TypeError(f"noun: {kind.__name__} takes {names}, got {list(given)}")
+    if twice := set(names[: len(fields)]) & set(named):
+        raise TypeError(f"noun: {kind.__name__} is given {sorted(twice)[0]} twice")
+    for name, x in values.items():
+        if isinstance(x, (list, tuple, range)) and any(isinstance(n, (int, float)) for n in x):
+            raise TypeError(f"noun: {kind.__name__}'s {name} must be an array, got {type(x)}")
     made = object.__new__(kind)
     if kind is PackedMask:
         values["_indptr"] = values.pop("indptr")

@@ -11,7 +11,7 @@ import numpy as np
 from cukv._arrays import FLOAT32
 from cukv._check import match, match_dtype
 from cukv._specialisations import STATE_DTYPES
-from cukv.jax._arguments import Array
+from cukv.jax._arguments import Array, require_arrays
 
 _FLOAT64 = np.dtype(np.float64)  # of JAX for the CPU, as the definitions give it
 
@@ -52,6 +52,7 @@ def pmerge_states(o: Array, lse: Array, axis_name: str | tuple[str, ...]) -> tup
     ``jax.lax.axis_index``, and say by a custom mask which keys a row sees.
     """
     op = "cukv.jax.pmerge_states"
+    require_arrays("pmerge_states", o=o, lse=lse)
     dims: dict[str, int | None] = {}
     match(op, "o", o, ("n", "num_heads", "head_dim"), dims)
     match(op, "lse", lse, ("n", "num_heads"), dims)
