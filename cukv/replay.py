@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import cukv
 from cukv._engine import TOLERANCE, Engine, Layers
+from cukv._phrases import count, size_of
 from cukv._workload import (
     MODELS,
     SEGMENT,
@@ -117,13 +118,13 @@ def default_size(xp: Any, model: str) -> Size:
 
 def read_requests(options: Options, size: Size) -> tuple[list[Request], int]:
     """Return the requests to replay, and how many the workload holds."""
-    count, common = options.requests or size.requests, options.common_prompt
+    limit, common = options.requests or size.requests, options.common_prompt
     if common % SEGMENT or (common and options.trace is not None):
         what = "is for the built-in workload" if options.trace else f"must be in {SEGMENT}s"
         raise ReplayError(f"--common-prompt: {what}, got {common}")
     if options.trace is not None:
-        return read_trace(options.trace, count)
-    return built_in(options.seed, count, size.prompt_tokens, size.output_tokens, common), count
+        return read_trace(options.trace, limit)
+    return built_in(options.seed, limit, size.prompt_tokens, size.output_tokens, common), limit
 
 
 def build(
@@ -154,6 +155,13 @@ def num_pages(options: Options, requests: list[Request], page_bytes: int, xp: An
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = NUMPY_CACHE_BYTES
     if options.pages is None:
+        for request in requests:
+            needs = -(-request.total_length // options.page_size) * page_bytes
+            if needs > budget:
+                raise ReplayError(
+                    f"{request.where}: does not fit: {count(request.total_length, 'token')} take "
+                    f"{size_of(needs)} of pages, and {size_of(budget)} are for the cache"
+                )
         return min(needed, budget // page_bytes)
     pages = min(needed, options.pages)
     if pages * page_bytes > free_bytes:
@@ -272,7 +280,7 @@ def copy_bytes_per_second() -> float:
 
 
 def heading(
-    options: Options, engine: Engine, name: str, count: int, held: int, steps: int, copy: float
+    options: Options, engine: Engine, name: str, some: int, held: int, steps: int, copy: float
 ) -> str:
     """Say what is replayed, on what."""
     layers, model = engine.layers, engine.layers.model
@@ -286,13 +294,12 @@ def heading(
     if options.common_prompt:
         what = f"{what}, a common prompt of {options.common_prompt:,} tokens"
     pages, limits = engine.scheduler.capacity, engine.scheduler.limits
-    gigabytes = pages * layers.page_size * model.token_bytes * len(layers.caches) / 1e9
-    size = f"{gigabytes:,.1f} GB" if gigabytes > 1 else f"{1e3 * gigabytes:,.1f} MB"
+    num_bytes = pages * layers.page_size * model.token_bytes * len(layers.caches)
     lines = [
-        f"replaying {what}: {count:,} of {held:,} requests, at most {steps:,} steps "
+        f"replaying {what}: {some:,} of {count(held, 'request')}, at most {count(steps, 'step')} "
         f"of {limits.batch_size} requests and {limits.step_tokens:,} tokens",
         f"{name}: {model}; {len(layers.caches)} of {model.num_layers} layers",
-        f"{pages:,} pages of {layers.page_size} tokens, {size}",
+        f"{count(pages, 'page')} of {count(layers.page_size, 'token')}, {size_of(num_bytes)}",
         device,
     ]
     return "\n".join(lines)
@@ -322,21 +329,23 @@ def table(stopwatch: Stopwatch, copy: float) -> str:
 def summary(engine: Engine, seconds: float) -> str:
     """Return what became of the requests, and what was checked."""
     scheduler, checks = engine.scheduler, engine.checks
-    counts = f"{scheduler.finished:,} requests finished, {engine.unfinished:,} live, "
-    counts += f"{len(scheduler.waiting):,} waiting after {engine.steps:,} steps in {seconds:.1f} s"
+    counts = f"{count(scheduler.finished, 'request')} finished, {engine.unfinished:,} live, "
+    counts += f"{len(scheduler.waiting):,} waiting after {count(engine.steps, 'step')}"
+    counts += f" in {seconds:.1f} s"
     reference_note = f"{scheduler.tokens_by_reference:,} taken by reference"
     if not scheduler.shares:
         reference_note = f"none by reference: {SEGMENT} tokens are not whole pages"
-    bits = [f"{checks['rows']:,} gathered rows bit for bit"]
+    bits = [f"{count(checks['rows'], 'gathered row')} bit for bit"]
     attention = ("decode", "cascade", "prefill")
-    bits += [f"{checks[name]:,} {name} rows" for name in attention if checks[name]]
+    bits += [count(checks[name], f"{name} row") for name in attention if checks[name]]
     tolerance = f"2^{math.log2(TOLERANCE[engine.layers.model.dtype]):.0f} * (1 + |o|)"
     within = f" within {tolerance} of the float64 definition" if len(bits) > 1 else ""
     lines = [
         counts,
-        f"{engine.rows:,} tokens appended per layer, {reference_note}",
+        f"{count(engine.rows, 'token')} appended per layer, {reference_note}",
         sharing(engine),
-        f"{scheduler.most_pages:,} of {scheduler.capacity:,} pages in use at most, all returned",
+        f"{scheduler.most_pages:,} of {count(scheduler.capacity, 'page')} in use at most, "
+        "all returned",
         f"checked: {', '.join(bits)}{within}",
     ]
     return "\n".join(lines)
@@ -345,7 +354,7 @@ def summary(engine: Engine, seconds: float) -> str:
 def sharing(engine: Engine) -> str:
     """Say what cascades over shared pages saved of decoding's reads."""
     decoded = engine.decoded
-    note = f"{decoded['cascades']:,} of {decoded['steps']:,} decode steps were cascades"
+    note = f"{decoded['cascades']:,} of {count(decoded['steps'], 'decode step')} were cascades"
     if decoded["saved"]:
         share = decoded["saved"] / decoded["bytes"]
         note += f", which saved {decoded['saved'] / 1e9:,.3f} GB of keys and values, {share:.1%}"

@@ -105,6 +105,7 @@ BAD_FILES = {
     "header-only": (AZURE, ":1: a header and no request"),
     "other-text": ("hello\n", ":1: neither a Mooncake JSON object nor an Azure header"),
     "other-csv": ("a,b\n1,2\n", ":1: neither"),
+    "json-array": ('[{"input_length": 3, "output_length": 1}]', ":1: neither"),
     "binary": (b"\x7fELF\x02\x01\x01\0\0\xff\xfe\n", ":1: not UTF-8 text"),
     "zeros": (bytes(100), ":1: neither"),
     "late-binary": (GOOD.encode() + b"\xff\n", ":2: not UTF-8 text"),
@@ -178,7 +179,8 @@ BAD_ARGUMENTS = {
     "steps-float": (["replay", "--steps", "1.5"], "argument --steps: must be a whole number"),
     "page-size-0": (["replay", "--page-size", "0"], "argument --page-size: must be in [1, "),
     "seed-negative": (["replay", "--seed", "-1"], "argument --seed: must be in [0, "),
-    "pages-huge": (["replay", "--pages", "9" * 99], "argument --pages: must be a whole number"),
+    "pages-huge": (["replay", "--pages", "9" * 99], "argument --pages: must be in [1, "),
+    "pages-endless": (["replay", "--pages", "9" * 999], "argument --pages: must be a whole number"),
     "model": (["replay", "--model", "gpt"], "argument --model: invalid choice: 'gpt'"),
     "device": (["replay", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     "layers": ([*SMALL, "--layers", "3"], "--layers: tiny has 2, got 3"),
@@ -189,7 +191,10 @@ BAD_ARGUMENTS = {
         [*SMALL, "--common-prompt", "512", "--trace", "x"],
         "--common-prompt: is for the built-in workload, got 512",
     ),
-    "page-too-large": ([*SMALL, "--page-size", "2147483647"], "built-in request 1: does not fit: "),
+    "page-too-large": (
+        [*SMALL, "--page-size", "2147483647"],
+        "does not fit: 619 tokens take 550 GB of pages, and 1.07 GB are for the cache",
+    ),
 }
 
 
