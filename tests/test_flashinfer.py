@@ -606,6 +606,31 @@ def test_a_cascade_attends_as_its_levels_concatenated(rng):
     assert_same_bits(wrapper.forward(q, cache), got[0])
 
 
+def test_an_index_array_is_named_as_the_argument_of_plan_that_it_is():
+    decode, paged, ragged, latent, levels = (
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE),
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE),
+        flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE),
+        flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE),
+        flashinfer.MultiLevelCascadeAttentionWrapper(1, WORKSPACE),
+    )
+    good, bad = [np.array([0, 1]), np.array([0]), np.array([1])], np.array([0.0, 1.0])
+    scale = 0.1
+    for name, call in (
+        ("indptr", lambda: decode.plan(bad, *good[1:], 4, 2, 64, 16)),
+        ("last_page_len", lambda: decode.plan(*good[:2], bad, 4, 2, 64, 16)),
+        ("qo_indptr", lambda: paged.plan(bad, *good, 4, 2, 64, 16)),
+        ("paged_kv_indices", lambda: paged.plan(good[0], good[0], bad, good[2], 4, 2, 64, 16)),
+        ("kv_indptr", lambda: ragged.plan(good[0], bad, 4, 2, 64)),
+        ("kv_len_arr", lambda: latent.plan(
+            good[0], *good[:2], bad, 4, 512, 64, 16, False, scale, "float16", "float16")),
+        (r"paged_kv_indptr_arr\[0\]", lambda: levels.plan(
+            [good[0]], [bad], [good[1]], [good[2]], 4, 2, 64, 16)),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"plan: {name} must be int32 or int64, got float64"):
+            call()
+
+
 # CUDA-graph mode: buffers keep their place
 
 

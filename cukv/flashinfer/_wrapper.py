@@ -200,10 +200,12 @@ class Wrapper:
         holds; all else fills it. Values are read in NumPy; on the device they are not, and those
         that the buffer's dtype does not hold are cut.
         """
-        arrays = {buffer: index(op, buffer, x, self._like) for buffer, x in given.items()}
-        home(op, workspace=self._like, **arrays)
-        for buffer, array in arrays.items():
-            match_index(op, buffer, array)
+        arrays = {}
+        for buffer, x in given.items():
+            name = self._argument(buffer)
+            arrays[buffer] = array = index(op, name, x, self._like)
+            home(op, workspace=self._like, **{name: array})
+            match_index(op, name, array)
         for buffer, array in arrays.items() if self._use_cuda_graph else ():
             held = self._buffers[buffer]
             match_index(op, buffer, held)
@@ -213,6 +215,10 @@ class Wrapper:
             if isinstance(array, np.ndarray):
                 narrow(f"{op}: {buffer}", values(array), held.dtype)
         return arrays
+
+    def _argument(self, buffer: str) -> str:
+        """Name the argument of ``plan`` that a buffer takes."""
+        return buffer.replace("_buf_arr", "_arr").removesuffix("_buf")
 
     def _hold(self, arrays: dict[str, Array]) -> list[Array]:
         """Give the index arrays of a step: themselves, or the buffers that they are copied into.

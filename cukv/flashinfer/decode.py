@@ -199,6 +199,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     begin_forward = plan
 
+    def _argument(self, buffer: str) -> str:
+        return buffer.removeprefix("paged_kv_").removesuffix("_buffer")
+
     def _row_indptr(self, table: PageTable, rows_each: int) -> Any:
         """Give the offsets of each request's rows, if it has several; a graph reads the same."""
         if rows_each == 1:
