@@ -151,7 +151,7 @@ def check_indptr(op: str, name: str, indptr: np.ndarray[Any, Any], total: int, w
     if len(indptr) == 0 or indptr[0] != 0:
         got = indptr[0] if len(indptr) else "nothing"
         raise ValueError(f"{op}: {name}[0] must be 0, got {got}")
-    falls = np.flatnonzero(np.diff(indptr) < 0)
+    falls = np.flatnonzero(indptr[1:] < indptr[:-1])  # a difference could wrap
     if len(falls):
         i = int(falls[0])
         raise ValueError(

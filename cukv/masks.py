@@ -484,6 +484,11 @@ def _host_mask_indptr(
     """Where masks start in data of a length, from values that are checked first."""
     check_indptr(op, "qo_indptr", qo_indptr, _NO_LIMIT, "rows")
     check_indptr(op, "kv_indptr", kv_indptr, _NO_LIMIT, "tokens")
+    sizes = np.diff(qo_indptr).astype(np.float64) * np.diff(kv_indptr)
+    beyond = np.flatnonzero(np.cumsum(sizes) >= 2.0**63)
+    if len(beyond):
+        b = int(beyond[0])
+        raise ValueError(f"{op}: int64 does not count the elements of the masks to request {b}")
     indptr = reference.mask_indptr(qo_indptr, kv_indptr)
     if indptr[-1] > length:
         b = int(np.flatnonzero(indptr[1:] > length)[0])

@@ -129,6 +129,7 @@ def test_an_indptr_starts_at_zero_never_falls_and_ends_inside():
         ([0, 3, 2], r"indptr falls at request 1: indptr\[1\] = 3, indptr\[2\] = 2"),
         ([0, -3, 2], r"indptr falls at request 0: indptr\[0\] = 0, indptr\[1\] = -3"),
         ([0, 6], "indptr ends at 6, but there are 5 rows"),
+        ([0, 2**63 - 1, -(2**63)], "indptr falls at request 1"),
     ):
         with pytest.raises(ValueError, match=r"^op: " + message):
             check_indptr("op", "indptr", np.array(bad, np.int64), 5, "rows")

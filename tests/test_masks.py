@@ -372,6 +372,16 @@ def test_a_mask_is_named_by_an_integer_as_rows_are(name):
             noun[name]
 
 
+@pytest.mark.parametrize("lens", [(2**62, 4), (2**62 - 1, 4), (2**33, 2**33)])
+def test_masks_of_more_elements_than_int64_counts_are_refused_and_do_not_wrap(lens):
+    indptrs = [np.array([0, 0, n]) for n in lens]
+    mask, packed = RaggedMask(np.zeros(9, bool), *indptrs), PackedMask(np.zeros(9, "u1"), *indptrs)
+    for call in (mask.validate, mask.pack, packed.validate, lambda: mask[1], lambda: mask.indptr):
+        with pytest.raises(ValueError, match=r"int64 does not count the elements .* to request 1"):
+            call()
+    assert "int64 does not count" in str(mask.show())
+
+
 # Two requests, (1, 5) and (1, 9), that keep key 0 and key 8: packed in one run they would shift.
 def test_each_request_starts_on_a_byte(xp):
     parts = [np.arange(5) == 0, np.arange(9) == 8]
