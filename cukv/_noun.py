@@ -94,7 +94,10 @@ class Noun:
         ------
         ModuleNotFoundError
             matplotlib is not installed.
+        TypeError
+            ``ax`` is no axes.
         """
+        _check_axes(type(self).__name__, ax)
         return self.show().plot(ax)
 
     def _repr_html_(self) -> str | None:
@@ -235,9 +238,17 @@ class CacheNoun(ArrayNoun):
         ModuleNotFoundError
             matplotlib is not installed.
         TypeError, ValueError
-            No page table, or one of another page size.
+            No axes, no page table, or one of another page size.
         """
+        _check_axes(type(self).__name__, ax)
         return self.show(table).plot(ax)
+
+
+def _check_axes(noun: str, ax: Any) -> None:
+    if ax is None or hasattr(ax, "transAxes"):
+        return
+    way_out = "; pass it as table=" if type(ax).__name__ == "PageTable" else ""
+    raise TypeError(f"{noun}.plot: ax must be axes of matplotlib, got {type(ax)}{way_out}")
 
 
 def _as_bytes(change: Callable[[Array], Array]) -> Callable[[Array], Array]:

@@ -56,6 +56,17 @@ def test_equality_is_identity_and_nouns_hash(name, make):
 
 
 @pytest.mark.parametrize("name", NOUNS)
+def test_what_is_no_axes_is_not_drawn_on_and_a_table_has_another_name(name):
+    noun, table = (NOUNS[key](host_array) for key in (name, "PageTable"))
+    with pytest.raises(
+        TypeError, match=r"^\w+.plot: ax must be axes of matplotlib, got <class 'int"
+    ):
+        noun.plot(3)
+    with pytest.raises(TypeError, match=r"got <class .*PageTable'>; pass it as table=$"):
+        noun.plot(table)
+
+
+@pytest.mark.parametrize("name", NOUNS)
 def test_a_noun_is_shown_by_names_dtypes_and_shapes(name, monkeypatch):
     refuse_to_read(monkeypatch)
     for make, where in ((host_array, "numpy"), (fake_array, "cuda:0")):
