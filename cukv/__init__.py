@@ -1,7 +1,8 @@
 """KV-cache layouts and operations of FlashInfer for CuPy: nouns whose methods launch kernels.
 
 Nouns are frozen dataclasses over CuPy arrays (or NumPy arrays, on which the same methods run the
-definitions in ``cukv.reference``). See README.md for a tour.
+definitions in ``cukv.reference``). ``cukv.jax`` has the methods as functions for ``jax.jit``, and
+``cukv.flashinfer`` FlashInfer's names. See README.md for a tour.
 """
 
 from cukv._arrays import CudaUnavailableError, is_available

@@ -114,7 +114,7 @@ class MLAPagedCache(CacheNoun):
         max_num_pages, page_size : int
             Sizes; ``page_size`` in tokens.
         dtype : dtype or name
-            float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+            float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; in NumPy float64 too.
         head_dim_ckv, head_dim_kpe : int
             Elements of the compressed and the rotary part.
         kpe_dtype : dtype or name

@@ -127,7 +127,7 @@ class PagedKVCache(CacheNoun):
         max_num_pages, page_size, num_kv_heads, head_dim : int
             Sizes; ``page_size`` in tokens.
         dtype : dtype or name
-            float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
+            float16, bfloat16, float32, float8_e4m3fn or float8_e5m2; in NumPy float64 too.
         layout : {"NHD", "HND"}
             Order of the token and head axes.
         head_dim_vo : int
@@ -245,7 +245,8 @@ class PagedKVCache(CacheNoun):
         TypeError, ValueError
             Wrong home, dtype, shape, device or strides; storage that is read-only or repeats
             memory; one of ``batch_indices`` and ``positions`` without the other. Index values are
-            read on NumPy only; ``table.validate()`` checks them. Nothing is written then.
+            read on NumPy only; ``table.validate(max_num_pages, indptr)`` checks them, and that
+            sequences are as long as their rows. Nothing is written then.
 
         Notes
         -----
@@ -399,7 +400,8 @@ class PagedKVCache(CacheNoun):
         Parameters
         ----------
         q : [batch_size, num_qo_heads, head_dim]
-            Shares the dtype of a 16-bit cache; query head ``h`` reads KV head ``h // group_size``.
+            float16, bfloat16 or fp8, in NumPy float32 and float64 too; a 16-bit q and a 16-bit
+            cache share their dtype. Query head ``h`` reads KV head ``h // group_size``.
         table : PageTable
             Tokens of each request.
         sm_scale : float
