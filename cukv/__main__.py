@@ -43,10 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return BROKEN_PIPE
+    except OSError as error:  # as of a full disk: 1 would say that a result was wrong
+        _discard_output()
+        print(f"cukv: {error}", file=sys.stderr)
+        return USAGE
     return 0
+
+
+def _discard_output() -> None:
+    """Write nothing more: the interpreter flushes once at its end, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

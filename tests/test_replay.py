@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -519,6 +520,19 @@ def test_a_reader_that_goes_away_is_no_traceback():
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["info"], [*SMALL, "--steps", "1"]])
+def test_output_that_cannot_be_written_is_no_wrong_result(arguments):
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cukv", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (2, b"cukv: [Errno 28] No space left on device\n")
 
 
 def test_importing_the_job_touches_no_gpu(monkeypatch):
