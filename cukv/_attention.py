@@ -31,8 +31,13 @@ _LONGEST_WINDOW = (1 << 31) - 1  # no request is longer
 
 
 def check_queries(op: str, name: str, q: Array, cache_dtype: np.dtype[Any]) -> None:
-    """Raise unless q's dtype goes with the dtype of the keys."""
+    """Raise unless q's dtype goes with the dtype of the keys.
+
+    Strides are checked in NumPy only, where no launch does.
+    """
     on_host = isinstance(q, np.ndarray)
+    if on_host:
+        match_rows(op, name, q)
     match_dtype(op, name, q, *_HALVES, *FP8, *((FLOAT32, _FLOAT64) if on_host else ()))
     if q.dtype != cache_dtype and q.dtype in _HALVES and cache_dtype in _HALVES:
         raise TypeError(

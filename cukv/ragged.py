@@ -29,6 +29,7 @@ from cukv._check import (
     match,
     match_dtype,
     match_index,
+    match_rows,
     request_number,
     values,
 )
@@ -406,14 +407,15 @@ class RaggedTensor(ArrayNoun):
         arrays = {"q": self.data, "k": k.data}
         dims: dict[str, int | None] = {"head_dim": self.head_dim}
         match(op, "k", k.rows, ("kv_nnz", "num_kv_heads", "head_dim"), dims)
-        match_dtype(
-            op, "k", k.rows, *DTYPES, *((_FLOAT64,) if isinstance(k.rows, np.ndarray) else ())
-        )
+        on_host = isinstance(k.rows, np.ndarray)
+        match_dtype(op, "k", k.rows, *DTYPES, *((_FLOAT64,) if on_host else ()))
         if v is not None:
             match(op, "v", v.rows, ("kv_nnz", "num_kv_heads", "head_dim_vo"), dims)
             match_dtype(op, "v", v.rows, k.dtype)
             arrays["v"] = v.data
         for name, ragged in (("k", k), ("v", v)):
+            if ragged is not None and on_host:  # on a GPU launches check strides
+                match_rows(op, name, ragged.rows)
             if ragged is not None and ragged.batch_size != self.batch_size:
                 raise ValueError(
                     f"{op}: {name} must have batch_size={self.batch_size} requests, "

@@ -17,7 +17,15 @@ from tolerances import (
     to_numpy,
 )
 
-from cukv import PackedMask, Plan, RaggedMask, RaggedTensor, reference
+from cukv import (
+    PackedMask,
+    PagedKVCache,
+    PageTable,
+    Plan,
+    RaggedMask,
+    RaggedTensor,
+    reference,
+)
 from cukv._arrays import as_dtype
 
 FLOATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
@@ -376,6 +384,22 @@ def test_prefill_names_what_it_refuses(make):
     integers = ragged((5, 4, 16), "int32")
     with pytest.raises(TypeError, match=r"prefill: q must be float16 or bfloat16 or .*got int32"):
         integers.prefill(k, v)
+
+
+def test_rows_whose_last_axis_no_kernel_reads_are_refused_on_numpy_too(rng):
+    q, k, v = batch(rng, "float16", (3, 2), (4, 5))
+    strided = [RaggedTensor(np.asfortranarray(x.data), x.indptr) for x in (q, k, v)]
+    cache = PagedKVCache(np.zeros((4, 2, 16, k.num_heads, k.head_dim), np.float16))
+    table = PageTable.from_seq_lens([4, 5], 16, xp=np)
+    for name, call in (
+        ("q", lambda: strided[0].prefill(k, v)),
+        ("k", lambda: q.prefill(strided[1], v)),
+        ("v", lambda: q.prefill(k, strided[2])),
+        ("q", lambda: cache.prefill(strided[0], table)),
+        ("q", lambda: cache.decode(np.asfortranarray(q.data[:2]), table)),
+    ):
+        with pytest.raises(ValueError, match=f": {name} must have a contiguous last axis, got str"):
+            call()
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "void16", "float8_e3m4", "int4"])
