@@ -147,6 +147,29 @@ def test_an_argument_that_is_no_array_is_named(rng):
             call()
 
 
+def test_offsets_and_sinks_may_be_python_numbers_with_a_plan_too():
+    table = cukv.PageTable.from_seq_lens([4, 5], 16, xp=np)
+    latent = cj.noun(cukv.MLAPagedCache, jnp.ones((4, 16, 576), "float16"))
+    q = jnp.ones((2, 4, 512), "float16"), jnp.ones((2, 4, 64), "float16")
+    plan = cj.plan(q[0], latent, table, qo_indptr=range(3))
+    for options in ({}, {"plan": plan}):
+        o = cj.mla_decode(*q, latent, table, sm_scale=0.1, qo_indptr=[0, 1, 2], **options)
+        same(o, jnp.ones_like(q[0]))
+    cache = cj.noun(cukv.PagedKVCache, jnp.ones((4, 2, 16, 2, 8), "float16"))
+    rows = jnp.zeros((2, 2, 8), "float16")
+    same(cj.append(cache, rows, rows, table, indptr=(0, 1, 2)).data[0, :, 3], rows * 0)
+    sinks = [float("-inf")] * 2
+    same(cj.decode(rows, cache, table, sinks=sinks), jnp.ones_like(rows))
+
+
+def test_rows_to_gather_are_counted_by_an_integer():
+    table = cukv.PageTable.from_seq_lens([4, 5], 16, xp=np)
+    cache = cj.noun(cukv.PagedKVCache, jnp.ones((4, 2, 16, 2, 8), "float16"))
+    for nnz, error in ((-1, ValueError), ("9", TypeError), (9.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^cukv.jax.gather: nnz must be"):
+            cj.gather(cache, table, nnz=nnz)
+
+
 def test_numbers_of_64_bits_that_jax_would_cut_to_zero_are_true():
     for x in ([2**32, 0, 1], [1e-300, 0.0, np.nan]):
         assert np.asarray(cj.packbits(np.array(x))).tolist() == [5]

@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from cukv._index import SEQUENCES
 
 Array = Any  # jax.Array or a tracer of one
 
 
 def present(**arrays: Any) -> dict[str, Any]:
-    """Give the arguments that were given."""
-    return {name: x for name, x in arrays.items() if x is not None}
+    """Give the arguments that were given; of Python numbers, arrays, not a leaf for each."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    return {n: jnp.asarray(list(x)) if is_numbers(x) else x for n, x in given.items()}
+
+
+def is_numbers(x: Any) -> bool:
+    """Whether ``x`` is a Python sequence of numbers."""
+    return isinstance(x, SEQUENCES) and any(isinstance(n, (int, float)) for n in x)
 
 
 def split_scales(scales: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -102,6 +102,8 @@ def plan(
             "cukv.jax.plan: keys must be a PagedKVCache, MLAPagedCache or RaggedTensor, "
             f"got {type(keys)}"
         )
+    if not isinstance(q, RaggedTensor):
+        require_arrays("plan", q=q)
     given = {"causal": causal, "window_left": window_left, "batch_invariant": batch_invariant}
     require_static("plan", given)
     # What is asked for, and nothing else: a noun's plan that does not know it raises.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cukv._arrays import as_dtype
+from cukv._check import whole_number
 from cukv.jax._arguments import (
     Array,
     like,
@@ -119,6 +120,7 @@ def gather(
     require("gather", PagedKVCache, cache=cache)
     require("gather", PageTable, table=table)
     require_static("gather", {"nnz": nnz})
+    nnz = None if nnz is None else whole_number("cukv.jax.gather", "nnz", nnz, 0)
     op = "PagedKVCache.gather"
     parts = cache.data if isinstance(cache.data, tuple) else (cache.data, cache.data)
     size = table.indices.shape[0] * table.page_size if nnz is None else nnz

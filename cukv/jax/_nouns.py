@@ -11,6 +11,7 @@ import numpy as np
 
 from cukv._noun import Noun
 from cukv.cascade import CascadeLevels
+from cukv.jax._arguments import is_numbers
 from cukv.masks import PackedMask, RaggedMask
 from cukv.mla import MLAPagedCache
 from cukv.page_table import PageTable
@@ -57,7 +58,7 @@ def noun(kind: type[Noun], *fields: Any, **named: Any) -> Any:
     if twice := set(names[: len(fields)]) & set(named):
         raise TypeError(f"noun: {kind.__name__} is given {sorted(twice)[0]} twice")
     for name, x in values.items():
-        if isinstance(x, (list, tuple, range)) and any(isinstance(n, (int, float)) for n in x):
+        if is_numbers(x):
             raise TypeError(f"noun: {kind.__name__}'s {name} must be an array, got {type(x)}")
     made = object.__new__(kind)
     if kind is PackedMask:
