@@ -130,10 +130,14 @@ def match_writable(op: str, name: str, array: Array) -> None:
 # ------------------------------------------------------- values of index arrays, on the host only
 
 
+def read(array: Any) -> np.ndarray[Any, Any]:
+    """Read an array on the host, whichever library's it is. Synchronises if it is on a GPU."""
+    return np.asarray(array.get() if hasattr(array, "get") else array)  # CuPy's has get
+
+
 def values(array: Array) -> np.ndarray[Any, Any]:
     """Read an index array on the host, as int64. Synchronises if it is on a GPU."""
-    host = array.get() if hasattr(array, "get") else array  # CuPy's; JAX's are read as they are
-    return np.asarray(host, dtype=np.int64)
+    return read(array).astype(np.int64, copy=False)
 
 
 def narrow(op: str, found: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

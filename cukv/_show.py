@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cukv._arrays import Array
-from cukv._check import values
+from cukv._check import read, values
 from cukv._phrases import Span, count, lengths, numbers, size_of, spans
 from cukv._picture import OWNERS, Picture, text_width
 from cukv._show_pages import (
@@ -255,8 +254,8 @@ def _cell(drawn: Picture, x: float, y: float, span: Span, seen: bool | None) -> 
 def _elements(mask: RaggedMask | PackedMask, start: int, first: int, stop: int) -> Host:
     """Read elements ``first`` to ``stop`` of the request that starts at ``start`` of the data."""
     if isinstance(mask, RaggedMask):
-        return _host(mask.data[start + first : start + stop])
-    data = _host(mask.data[start + first // 8 : start + -(-stop // 8)])
+        return read(mask.data[start + first : start + stop])
+    data = read(mask.data[start + first // 8 : start + -(-stop // 8)])
     bits = np.unpackbits(data, bitorder="little").astype(np.bool_)
     return bits[first % 8 : first % 8 + stop - first]
 
@@ -365,10 +364,6 @@ def _ticks(drawn: Picture, cuts: Host, places: list[float]) -> None:
 def _fitting(width: float, *texts: str) -> str:
     """Give the first text that fits, or nothing."""
     return next((text for text in texts if text_width(text) <= width - 4), "")
-
-
-def _host(array: Array) -> Host:
-    return array if isinstance(array, np.ndarray) else np.asarray(array.get())
 
 
 _DRAW: dict[type, Callable[[Picture, Any], None]] = {

@@ -207,7 +207,7 @@ def _on_hopper(tile: Tile, pages: PagePair, copies: Copies | None) -> Tile:
 
 
 def portable_tile(tile: Tile, aligned: bool) -> Tile:
-    """Give a tile that of the portable kernels that works off the same work list."""
+    """Give the portable kernel's tile that works off the same work list."""
     return next(
         other
         for other in prefill_tiles()

@@ -19,7 +19,15 @@ from cukv._arrays import (
     on_device_of,
     set_to_zero,
 )
-from cukv._check import check_indptr, check_rows_fit, match_index, narrow, values, whole_number
+from cukv._check import (
+    check_indptr,
+    check_rows_fit,
+    match_index,
+    narrow,
+    read,
+    values,
+    whole_number,
+)
 from cukv._index import SEQUENCES, as_index, pack_divisor, pack_index
 from cukv._kernels import ONE_SCAN, kernel, one_per_thread, packer
 from cukv._noun import Noun
@@ -492,7 +500,7 @@ def _check_lens(op: str, lens: np.ndarray, page_size: int, width: int | None = N
 def _host_index(op: str, name: str, x: Any, size: int) -> np.ndarray:
     """Read an index argument on the host, of whichever library, as int64."""
     x = as_index(op, name, x, None) if isinstance(x, SEQUENCES) else x
-    host = x.get() if hasattr(x, "get") else np.asarray(x)
+    host = read(x)
     match_index(op, name, host, size)
     return values(host)
 

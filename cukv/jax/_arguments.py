@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cukv._index import SEQUENCES
+from cukv.ragged import RaggedTensor
 
 Array = Any  # jax.Array or a tracer of one
 
@@ -43,6 +44,11 @@ def require_arrays(op: str, **arrays: Any) -> None:
     for name, x in arrays.items():
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"cukv.jax.{op}: {name} must be an array, got {type(x)}")
+
+
+def require_rows(op: str, **rows: Any) -> None:
+    """Raise unless arguments are arrays, or ragged tensors of them."""
+    require_arrays(op, **{n: x for n, x in rows.items() if not isinstance(x, RaggedTensor)})
 
 
 def require_static(op: str, options: dict[str, Any]) -> None:

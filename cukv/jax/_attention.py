@@ -18,6 +18,7 @@ from cukv.jax._arguments import (
     present,
     require,
     require_arrays,
+    require_rows,
     require_static,
     split_scales,
 )
@@ -102,8 +103,7 @@ def plan(
             "cukv.jax.plan: keys must be a PagedKVCache, MLAPagedCache or RaggedTensor, "
             f"got {type(keys)}"
         )
-    if not isinstance(q, RaggedTensor):
-        require_arrays("plan", q=q)
+    require_rows("plan", q=q)
     given = {"causal": causal, "window_left": window_left, "batch_invariant": batch_invariant}
     require_static("plan", given)
     # What is asked for, and nothing else: a noun's plan that does not know it raises.
@@ -362,8 +362,7 @@ def cascade(
     """
     require("cascade", PagedKVCache, cache=cache)
     require("cascade", CascadeLevels, levels=levels)
-    if not isinstance(q, RaggedTensor):
-        require_arrays("cascade", q=q)
+    require_rows("cascade", q=q)
     rows, levels, as_given = _in_order(q, levels)
     found = _attend(
         _Call(

@@ -16,6 +16,7 @@ from cukv.jax._arguments import (
     present,
     require,
     require_arrays,
+    require_rows,
     require_static,
     split_scales,
 )
@@ -81,8 +82,7 @@ def _appended(
 ) -> Any:
     require(op, PageTable, table=rows[-1])
     names = ("k", "v") if op == "append" else ("ckv", "kpe")
-    given = {n: x for n, x in zip(names, rows, strict=False) if not isinstance(x, RaggedTensor)}
-    require_arrays(op, **given)
+    require_rows(op, **dict(zip(names, rows, strict=False)))
     static, traced = split_scales(scales)
 
     def write(
