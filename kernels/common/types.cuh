@@ -104,15 +104,15 @@ __device__ __forceinline__ void store_vec(char* to, const Vec<DType, SIZE>& x) {
     *reinterpret_cast<typename Vec<DType, SIZE>::Raw*>(to) = x.raw;
 }
 
-// The same for data that should leave the L2 first.
+// The same past the L1, for data that this SM does not touch again.
 template <typename DType, int SIZE>
-__device__ __forceinline__ Vec<DType, SIZE> load_vec_evict_first(const char* from) {
-    return {__ldcs(reinterpret_cast<const typename Vec<DType, SIZE>::Raw*>(from))};
+__device__ __forceinline__ Vec<DType, SIZE> load_vec_cg(const char* from) {
+    return {__ldcg(reinterpret_cast<const typename Vec<DType, SIZE>::Raw*>(from))};
 }
 
 template <typename DType, int SIZE>
-__device__ __forceinline__ void store_vec_evict_first(char* to, const Vec<DType, SIZE>& x) {
-    __stcs(reinterpret_cast<typename Vec<DType, SIZE>::Raw*>(to), x.raw);
+__device__ __forceinline__ void store_vec_cg(char* to, const Vec<DType, SIZE>& x) {
+    __stcg(reinterpret_cast<typename Vec<DType, SIZE>::Raw*>(to), x.raw);
 }
 
 // Loads through the read-only path: for data that no other thread writes during the launch, and
