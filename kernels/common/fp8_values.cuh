@@ -100,21 +100,16 @@ __device__ __forceinline__ void copy_fp8_values(const Params& p, typename Cta::S
     const bool leads = threadIdx.x % WARP_SIZE == 0;
     RingPlace<Cta::COPIES> at;
     ItemReader<Cta> items(smem);
-    int32_t kv_head;
-    for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
-        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
-             token -= Cta::TOKENS) {
-            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
-            const auto piece = copy.find(item, step);
-            mbarrier_try_wait(copies.empty[at.stage], at.parity ^ 1);
-            if (leads) {
-                copies.num_keys[at.stage] = max(step.num_keys, 0);
-            }
-            copy.issue(
-                copies.tiles[at.stage], copies.full[at.stage], item, kv_head, step.position, piece);
-            at.next();
+    each_step<Cta>(p, items, [&](const Item& item, int32_t kv_head, const auto& step) {
+        const auto piece = copy.find(item, step);
+        mbarrier_try_wait(copies.empty[at.stage], at.parity ^ 1);
+        if (leads) {
+            copies.num_keys[at.stage] = max(step.num_keys, 0);
         }
-    }
+        copy.issue(
+            copies.tiles[at.stage], copies.full[at.stage], item, kv_head, step.position, piece);
+        at.next();
+    });
     mbarrier_try_wait(copies.empty[at.stage], at.parity ^ 1);
     if (leads) {
         copies.num_keys[at.stage] = copies.NO_STEP;

@@ -132,6 +132,37 @@ struct ItemWriter {
     }
 };
 
+// Deals items to all warps, itself too, an item ahead of the one that it works on.
+template <typename Cta>
+struct AheadDealer : ItemDealer {
+    ItemWriter<Cta> others;
+    Item ahead;
+    int32_t ahead_head;
+
+    // What a cascade's leaves share is cut into even items.
+    template <typename Params>
+    __device__ __forceinline__ AheadDealer(const Params& p, typename Cta::Smem& smem)
+        : ItemDealer(p.work, p.heads_at_once, p.levels.num_splits > 0), others(smem) {
+        deal();
+    }
+
+    // The others have the next item while this one is worked on.
+    __device__ __forceinline__ Item next(int32_t& kv_head) {
+        const Item current = ahead;
+        kv_head = ahead_head;
+        if (current.num_rows > 0) {
+            deal();
+        }
+        return current;
+    }
+
+  private:
+    __device__ __forceinline__ void deal() {
+        ahead = ItemDealer::next(ahead_head);
+        others.put(ahead, ahead_head);
+    }
+};
+
 // Steps of an item are at multiples of TOKENS, the last one first. An item without keys has one
 // too.
 template <int TOKENS>
@@ -170,6 +201,23 @@ struct Step {
         }
     }
 };
+
+// Calls visit(item, kv_head, step) for each step of each item that a dealer or a reader gives.
+template <typename Cta, typename Items, typename Params, typename Visit>
+__device__ __forceinline__ void each_step(const Params& p, Items& items, Visit visit) {
+    constexpr int TOKENS = Cta::TOKENS;
+    while (true) {
+        int32_t kv_head;
+        const Item item = items.next(kv_head);
+        if (item.num_rows <= 0) {
+            return;
+        }
+        for (int32_t token = last_step<TOKENS>(item); token >= first_step<TOKENS>(item);
+             token -= TOKENS) {
+            visit(item, kv_head, Step<TOKENS, Cta::MASKED>(p.work.mask, item, token));
+        }
+    }
+}
 
 // How a warp has steps of keys or values copied. PAGED: in pieces of 2^piece_bits tokens, which lie
 // in one page each, by one lane each; else a step is consecutive rows.
@@ -237,34 +285,19 @@ __device__ __forceinline__ void serve_keys(const Params& p, typename Cta::Smem& 
     const StepCopy<typename Cta::Keys, Cta::TOKENS, Cta::PAGED> copy{
         p.table, p.k_cache, p.k_map, p.k_head_spans, p.piece_bits};
     RingPlace<Cta::K_STAGES> at;
-    // What a cascade's leaves share is cut into even items.
-    ItemDealer dealer(p.work, p.heads_at_once, p.levels.num_splits > 0);
-    ItemWriter<Cta> others(smem);
-    int32_t kv_head = 0, next_head = 0;
-    Item item = dealer.next(kv_head);
-    others.put(item, kv_head);
-    while (item.num_rows > 0) {
-        // The others have the next item while this one is worked on.
-        const Item next = dealer.next(next_head);
-        others.put(next, next_head);
-        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
-             token -= Cta::TOKENS) {
-            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
-            const auto piece = copy.find(item, step);
-            mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
-            if (Cta::PAGED && threadIdx.x == 0) {
-                smem.k_dropped[at.stage][0] = piece.dropped;
-            }
-            if (Cta::MASKED && threadIdx.x == 0) {
-                smem.k_entry[at.stage] = step.entry;
-            }
-            copy.issue(
-                smem.k[at.stage], smem.k_full[at.stage], item, kv_head, step.position, piece);
-            at.next();
+    AheadDealer<Cta> dealer(p, smem);
+    each_step<Cta>(p, dealer, [&](const Item& item, int32_t kv_head, const auto& step) {
+        const auto piece = copy.find(item, step);
+        mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
+        if (Cta::PAGED && threadIdx.x == 0) {
+            smem.k_dropped[at.stage][0] = piece.dropped;
         }
-        item = next;
-        kv_head = next_head;
-    }
+        if (Cta::MASKED && threadIdx.x == 0) {
+            smem.k_entry[at.stage] = step.entry;
+        }
+        copy.issue(smem.k[at.stage], smem.k_full[at.stage], item, kv_head, step.position, piece);
+        at.next();
+    });
     dealer.finish();
 }
 
@@ -279,38 +312,33 @@ __device__ __forceinline__ void serve_values(const Params& p, typename Cta::Smem
     RingPlace<Cta::V_STAGES> at;
     uint32_t landed_parity = 0;
     ItemReader<Cta> items(smem);
-    int32_t kv_head;
-    for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
-        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
-             token -= Cta::TOKENS) {
-            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
-            const auto piece = copy.find(item, step);
-            const int num_keys = max(step.num_keys, 0);
-            char* tile = smem.v[at.stage];
-            uint64_t& full = smem.v_full[at.stage];
-            mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
-            const bool whole = num_keys >= Cta::TOKENS;
-            copy.issue(tile, whole ? full : smem.v_landed, item, kv_head, step.position, piece);
-            if (!whole) {
-                mbarrier_try_wait(smem.v_landed, landed_parity);
-                landed_parity ^= 1;
+    each_step<Cta>(p, items, [&](const Item& item, int32_t kv_head, const auto& step) {
+        const auto piece = copy.find(item, step);
+        const int num_keys = max(step.num_keys, 0);
+        char* tile = smem.v[at.stage];
+        uint64_t& full = smem.v_full[at.stage];
+        mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
+        const bool whole = num_keys >= Cta::TOKENS;
+        copy.issue(tile, whole ? full : smem.v_landed, item, kv_head, step.position, piece);
+        if (!whole) {
+            mbarrier_try_wait(smem.v_landed, landed_parity);
+            landed_parity ^= 1;
 #pragma unroll 4
-                for (int row = num_keys + lane_idx / 8; row < Cta::TOKENS; row += WARP_SIZE / 8) {
+            for (int row = num_keys + lane_idx / 8; row < Cta::TOKENS; row += WARP_SIZE / 8) {
 #pragma unroll
-                    for (int i = 0; i < Values::COLUMNS / SWIZZLED_COLUMNS; ++i) {
-                        char* chunk = tile + Values::span(row, i) + lane_idx % 8 * 16;
-                        *reinterpret_cast<uint4*>(chunk) = uint4{};
-                    }
-                }
-                fence_proxy_async();
-                __syncwarp();
-                if (lane_idx == 0) {
-                    mbarrier_arrive(full);
+                for (int i = 0; i < Values::COLUMNS / SWIZZLED_COLUMNS; ++i) {
+                    char* chunk = tile + Values::span(row, i) + lane_idx % 8 * 16;
+                    *reinterpret_cast<uint4*>(chunk) = uint4{};
                 }
             }
-            at.next();
+            fence_proxy_async();
+            __syncwarp();
+            if (lane_idx == 0) {
+                mbarrier_arrive(full);
+            }
         }
-    }
+        at.next();
+    });
 }
 
 }  // namespace cukv

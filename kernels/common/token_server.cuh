@@ -96,8 +96,8 @@ struct TokenCopy {
     }
 };
 
-// Deals items to all warps, itself too, which reads the one that it works on where the others do:
-// keys find no registers for an item more. So one look ahead is all that deal() has room for.
+// Deals items as AheadDealer does, but reads the one that it works on where the others do: keys
+// find no registers for an item more. So one look ahead is all that deal() has room for.
 template <typename Cta>
 struct SharedDealer : ItemDealer {
     typename Cta::Smem& smem;
@@ -105,8 +105,23 @@ struct SharedDealer : ItemDealer {
 
     template <typename Params>
     __device__ __forceinline__ SharedDealer(const Params& p, typename Cta::Smem& smem)
-        : ItemDealer(p.work, p.heads_at_once, p.levels.num_splits > 0), smem(smem) {}
+        : ItemDealer(p.work, p.heads_at_once, p.levels.num_splits > 0), smem(smem) {
+        deal();
+    }
 
+    // The others have the next item while this one is worked on.
+    __device__ __forceinline__ Item next(int32_t& kv_head) {
+        // What was dealt last stays until more is.
+        const auto& dealt = smem.dealt[(num_put - 1) % Cta::DEALT];
+        const Item current = dealt.item;
+        kv_head = dealt.kv_head;
+        if (current.num_rows > 0) {
+            deal();
+        }
+        return current;
+    }
+
+  private:
     // Deals the next item that has rows, or one without if there is none.
     __device__ __forceinline__ void deal() {
         bool found;
@@ -124,14 +139,6 @@ struct SharedDealer : ItemDealer {
         } while (!found);
     }
 
-    // What was dealt last: it stays until more is.
-    __device__ __forceinline__ Item last(int32_t& kv_head) const {
-        const auto& dealt = smem.dealt[(num_put - 1) % Cta::DEALT];
-        kv_head = dealt.kv_head;
-        return dealt.item;
-    }
-
-  private:
     __device__ __forceinline__ void put() {
         const uint32_t place = num_put % Cta::DEALT, parity = num_put / Cta::DEALT & 1;
         mbarrier_try_wait(smem.dealt_empty[place], parity ^ 1);
@@ -156,33 +163,25 @@ __device__ __forceinline__ void serve_key_tokens(const Params& p, typename Cta::
     const Copy copy{p.table, p.k_cache};
     RingPlace<Cta::K_STAGES> at;
     SharedDealer<Cta> dealer(p, smem);
-    int32_t kv_head;
-    dealer.deal();
-    for (Item item = dealer.last(kv_head); item.num_rows > 0; item = dealer.last(kv_head)) {
-        // The others have the next item while this one is worked on.
-        dealer.deal();
-        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
-             token -= Cta::TOKENS) {
-            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
-            const auto ids = copy.look_up(item, step);
-            int32_t starts[Copy::NUM];
-            Dropped dropped;
-            copy.find(starts, step, ids, [&](int k, uint32_t missing) { dropped.add(k, missing); });
-            mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
-            if (const int lane = tid_x(); lane < Dropped::WORDS) {
-                smem.k_dropped[at.stage][lane] = dropped.bits;
-            }
-            if (Cta::MASKED && tid_x() == 0) {
-                smem.k_entry[at.stage] = step.entry;
-            }
-            copy.issue(smem.k[at.stage], smem.k_full[at.stage], starts, kv_head);
-            __syncwarp();
-            if (tid_x() == 0) {
-                mbarrier_arrive(smem.k_full[at.stage]);  // what is told with the keys is there
-            }
-            at.next();
+    each_step<Cta>(p, dealer, [&](const Item& item, int32_t kv_head, const auto& step) {
+        const auto ids = copy.look_up(item, step);
+        int32_t starts[Copy::NUM];
+        Dropped dropped;
+        copy.find(starts, step, ids, [&](int k, uint32_t missing) { dropped.add(k, missing); });
+        mbarrier_try_wait(smem.k_empty[at.stage], at.parity ^ 1);
+        if (const int lane = tid_x(); lane < Dropped::WORDS) {
+            smem.k_dropped[at.stage][lane] = dropped.bits;
         }
-    }
+        if (Cta::MASKED && tid_x() == 0) {
+            smem.k_entry[at.stage] = step.entry;
+        }
+        copy.issue(smem.k[at.stage], smem.k_full[at.stage], starts, kv_head);
+        __syncwarp();
+        if (tid_x() == 0) {
+            mbarrier_arrive(smem.k_full[at.stage]);  // what is told with the keys is there
+        }
+        at.next();
+    });
     dealer.finish();
 }
 
@@ -193,19 +192,14 @@ __device__ __forceinline__ void serve_value_tokens(const Params& p, typename Cta
     const Copy copy{p.table, p.v_cache};
     RingPlace<Cta::V_STAGES> at;
     ItemReader<Cta> items(smem);
-    int32_t kv_head;
-    for (Item item = items.next(kv_head); item.num_rows > 0; item = items.next(kv_head)) {
-        for (int32_t token = last_step<Cta::TOKENS>(item); token >= first_step<Cta::TOKENS>(item);
-             token -= Cta::TOKENS) {
-            const Step<Cta::TOKENS, Cta::MASKED> step(p.work.mask, item, token);
-            const auto ids = copy.look_up(item, step);
-            int32_t starts[Copy::NUM];
-            copy.find(starts, step, ids, [](int, uint32_t) {});
-            mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
-            copy.issue(smem.v[at.stage], smem.v_full[at.stage], starts, kv_head);
-            at.next();
-        }
-    }
+    each_step<Cta>(p, items, [&](const Item& item, int32_t kv_head, const auto& step) {
+        const auto ids = copy.look_up(item, step);
+        int32_t starts[Copy::NUM];
+        copy.find(starts, step, ids, [](int, uint32_t) {});
+        mbarrier_try_wait(smem.v_empty[at.stage], at.parity ^ 1);
+        copy.issue(smem.v[at.stage], smem.v_full[at.stage], starts, kv_head);
+        at.next();
+    });
 }
 
 }  // namespace cukv
