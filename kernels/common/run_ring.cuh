@@ -250,9 +250,7 @@ struct RunLoader {
             to.entry = token - page_idx * pages.divisor;
             to.num_keys = num_keys;
             const bool is_given = num_keys > 0 && tid_x() % WARP_SIZE == 0;
-            const char* from = static_cast<const char*>(indices.data) + i * indices.stride;
-            cp_async_4_if(is_given, smem_address(&to.page.low), from);
-            cp_async_4_if(is_given && indices.width == 8, smem_address(&to.page.high), from + 4);
+            copy_entry(to.page, indices, i, is_given);
         }
         own.tokens[(step + 1) % 2] = step_token + Ring::TOKENS;  // by every lane the same
         return step_token + Ring::TOKENS >= end_token;
@@ -261,19 +259,14 @@ struct RunLoader {
     // From the end of an item to the next one with keys, where step `step` is; behind the last
     // there are none.
     __device__ __forceinline__ void leave(uint32_t step) const {
-        const int32_t end_item = own.end_item;
         int32_t item_idx = own.item_idx;
         int32_t first_page = own.first_page, end_token = own.end_token;
         int32_t token = own.tokens[step % 2];
-        while (++item_idx < end_item) {
-            const Item& item = p.work.items[item_idx];
-            if (item.first_token < item.end_token) {
-                first_page = item.first_page;
-                end_token = item.end_token;
-                token = item.first_token;
-                break;
-            }
-        }
+        next_with_keys(p.work, item_idx, own.end_item, [&](const Item& item) {
+            first_page = item.first_page;
+            end_token = item.end_token;
+            token = item.first_token;
+        });
         __syncwarp();  // every lane has read it
         own.item_idx = item_idx;
         own.first_page = first_page;

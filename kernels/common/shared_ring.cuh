@@ -17,6 +17,27 @@
 
 namespace cukv {
 
+// Starts copying an entry of an array to shared memory, by a lane that is given one.
+__device__ __forceinline__ void copy_entry(
+    IndexEntry& to, const Index& array, int64_t i, bool is_given) {
+    const char* from = static_cast<const char*>(array.data) + i * array.stride;
+    cp_async_4_if(is_given, smem_address(&to.low), from);
+    cp_async_4_if(is_given && array.width == 8, smem_address(&to.high), from + 4);
+}
+
+// Goes on to the next item of a part that has keys, and calls enter(item) if there is one.
+template <typename Enter>
+__device__ __forceinline__ void next_with_keys(
+    const WorkList& work, int32_t& item_idx, int32_t end_item, Enter enter) {
+    while (++item_idx < end_item) {
+        const Item& item = work.items[item_idx];
+        if (item.first_token < item.end_token) {
+            enter(item);
+            break;
+        }
+    }
+}
+
 // Geometry of a buffer: rows of keys, and behind them rows of values, both swizzled.
 template <typename KV_, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, int WARPS_>
 struct SharedRing {
@@ -316,9 +337,7 @@ struct SharedLoader {
         if (!is_key || !indices.given()) {
             to.page = {is_key ? static_cast<int32_t>(i) : -1, is_key - 1};
         }
-        const char* from = static_cast<const char*>(indices.data) + i * indices.stride;
-        cp_async_4_if(is_given, smem_address(&to.page.low), from);
-        cp_async_4_if(is_given && indices.width == 8, smem_address(&to.page.high), from + 4);
+        copy_entry(to.page, indices, i, is_given);
         place.token += Ring::TOKENS;
         own.place[(step + 1) % 2] = place;  // by every lane the same
         return place.token >= place.end_token && place.item_idx < place.end_item;
@@ -328,16 +347,12 @@ struct SharedLoader {
     // there are none.
     __device__ __forceinline__ void leave(uint32_t step) const {
         StepPlace place = own.place[step % 2];
-        while (++place.item_idx < place.end_item) {
-            const Item& item = p.work.items[place.item_idx];
-            if (item.first_token < item.end_token) {
-                place.first_page = item.first_page;
-                place.mask_entry = item.mask_entry;
-                place.end_token = item.end_token;
-                place.token = item.first_token;
-                break;
-            }
-        }
+        next_with_keys(p.work, place.item_idx, place.end_item, [&](const Item& item) {
+            place.first_page = item.first_page;
+            place.mask_entry = item.mask_entry;
+            place.end_token = item.end_token;
+            place.token = item.first_token;
+        });
         __syncwarp();  // every lane has read it
         own.place[step % 2] = place;
     }
