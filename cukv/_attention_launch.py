@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from cukv._arrays import FLOAT32, Array
 from cukv._attention import output_dtype
+from cukv._geometry import PrefillTile
 from cukv._index import pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
 from cukv._launches import are_aligned, pack_query_rows
 from cukv._plan import LONGEST_WINDOW
-from cukv._specialisations import KINDS, PrefillTile
+from cukv._specialisations import KINDS
 from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
 
 if TYPE_CHECKING:
     from cukv._attention import PagedCall
+    from cukv._geometry import DecodeTile, Tile
     from cukv._pages import PagePair
-    from cukv._specialisations import DecodeTile, Tile
     from cukv._tiles import Grid
 
 _PER_CALL = (

@@ -21,6 +21,7 @@ from cukv._attention import (
     require_plan,
 )
 from cukv._check import match, match_dtype, match_index, match_rows
+from cukv._geometry import MlaDecodeSm90Tile
 from cukv._index import as_index, host_scale, pack_divisor
 from cukv._kernels import BoundLaunch, arch_of, kernel, num_sms
 from cukv._latent_maps import NO_MAPS, can_be_mapped, latent_maps
@@ -35,14 +36,14 @@ from cukv._launches import (
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
 from cukv._remember import remember
-from cukv._specialisations import MlaDecodeSm90Tile, latent_tiles, runs_on
+from cukv._specialisations import latent_tiles, runs_on
 from cukv._tiles import ctas_per_sm
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
+    from cukv._geometry import LatentTile
     from cukv._pages import PagePair
     from cukv._rows import Pages
-    from cukv._specialisations import LatentTile
 
 _HEAD_DIM_CKV = 512  # kernels/common/latent.cuh
 _HEAD_DIM_KPE = 64

@@ -24,6 +24,7 @@ from cukv._attention import (
 )
 from cukv._attention_launch import bind, is_plain
 from cukv._check import match_aligned, match_rows
+from cukv._geometry import DecodeTile, PrefillTile, Sm90Tile
 from cukv._index import UNIT_SCALE, host_scale, pack_scales
 from cukv._launches import (
     AS_GIVEN,
@@ -38,14 +39,7 @@ from cukv._launches import (
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
 from cukv._remember import remember
-from cukv._specialisations import (
-    DecodeTile,
-    PrefillTile,
-    Sm90Tile,
-    decode_tiles,
-    prefill_tiles,
-    sm90_tiles,
-)
+from cukv._specialisations import decode_tiles, prefill_tiles, sm90_tiles
 from cukv._tensor_maps import NO_KV_MAPS, KvMaps, copies_of, kv_maps
 from cukv._tiles import (
     Grid,
@@ -60,10 +54,10 @@ from cukv.masks import PackedMask
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:
+    from cukv._geometry import Tile
     from cukv._kernels import BoundLaunch
     from cukv._pages import PagePair
     from cukv._plan import WorkLists
-    from cukv._specialisations import Tile
 
 _MAX_HEAD_DIM = 256
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from cukv._geometry import DecodeTile, PrefillTile, Sm90Tile
 from cukv._kernels import arch_of, num_sms, smem_limits
-from cukv._specialisations import (
-    DecodeTile,
-    PrefillTile,
-    Sm90Tile,
-    decode_tiles,
-    prefill_tiles,
-    runs_on,
-    sm90_tiles,
-)
+from cukv._specialisations import decode_tiles, prefill_tiles, runs_on, sm90_tiles
 
 if TYPE_CHECKING:
     from cukv._arrays import Array
+    from cukv._geometry import LatentTile, Tile
     from cukv._pages import PagePair
-    from cukv._specialisations import LatentTile, Tile
     from cukv._tensor_maps import Copies
 
 _SHORT_TOKENS = 2048  # of a request

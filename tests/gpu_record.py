@@ -22,7 +22,8 @@ import pytest
 TREE = Path(__file__).parent.parent
 PATH = TREE / "tests" / "gpu_record.json"
 HOST_SOURCES = tuple(
-    f"cukv/{name}.py" for name in ("_kernels", "_plan", "_rows", "_specialisations")
+    f"cukv/{name}.py"
+    for name in ("_geometry", "_kernels", "_plan", "_rows", "_smem", "_specialisations")
 )
 COLLECT = ("-m", "pytest", "--collect-only", "-q", "-m", "gpu and not long", "tests")
 HOW_TO = (

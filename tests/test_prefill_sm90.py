@@ -38,8 +38,9 @@ from tolerances import (
 
 from cukv import PagedKVCache, RaggedMask, RaggedTensor, _paged_attention, reference
 from cukv._arrays import as_dtype
+from cukv._geometry import Sm90Tile
 from cukv._kernels import arch_of
-from cukv._specialisations import Sm90Tile, runs_on, sm90_tiles
+from cukv._specialisations import runs_on, sm90_tiles
 from cukv._tiles import _ALL_ROWS, Served
 
 pytestmark = pytest.mark.gpu
