@@ -8,8 +8,9 @@ definitions in ``cukv.reference``). ``cukv.jax`` has the methods as functions fo
 from cukv._arrays import CudaUnavailableError, is_available
 from cukv._kernels import warmup
 from cukv._plan import Plan
+from cukv.bits import packbits, segment_packbits
 from cukv.cascade import CascadeLevels
-from cukv.masks import PackedMask, RaggedMask, packbits, segment_packbits
+from cukv.masks import PackedMask, RaggedMask
 from cukv.merge import merge_state, merge_states
 from cukv.mla import MLAPagedCache
 from cukv.page_table import PageTable

@@ -70,6 +70,13 @@ def match_index(op: str, name: str, array: Array, size: int | None = None) -> No
     match_aligned(op, name, array)
 
 
+def match_indptr(op: str, name: str, array: Array, count: str = "batch_size") -> None:
+    """Raise unless the array holds the offsets of 0 or more, ``[count + 1]``."""
+    match_index(op, name, array)
+    if not len(array):
+        raise ValueError(f"{op}: {name} must be [{count} + 1], got [0]")
+
+
 def match_aligned(op: str, name: str, array: Array) -> None:
     """Raise unless elements lie at multiples of their size."""
     size, pointer = array.dtype.itemsize, 0 if isinstance(array, np.ndarray) else array.data.ptr

@@ -23,6 +23,7 @@ from cukv._check import (
     check_indptr,
     check_rows_fit,
     match_index,
+    match_indptr,
     narrow,
     read,
     values,
@@ -100,9 +101,7 @@ class PageTable(Noun):
         like = next(arrays, None)
         indptr, indices, last_page_len = (as_index(op, n, x, like) for n, x in given)
         xp = home(op, indptr=indptr, indices=indices, last_page_len=last_page_len)
-        match_index(op, "indptr", indptr)
-        if not len(indptr):
-            raise ValueError(f"{op}: indptr must be [batch_size + 1], got [0]")
+        match_indptr(op, "indptr", indptr)
         match_index(op, "indices", indices)
         match_index(op, "last_page_len", last_page_len, len(indptr) - 1)
         size = page_size_of(op, self.page_size)

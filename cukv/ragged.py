@@ -28,7 +28,7 @@ from cukv._check import (
     check_indptr,
     match,
     match_dtype,
-    match_index,
+    match_indptr,
     match_rows,
     request_number,
     values,
@@ -99,9 +99,7 @@ class RaggedTensor(ArrayNoun):
         hint = bits_hint(data.dtype)
         if hint or data.dtype.kind in "OcSUMm" or not data.dtype.isnative:
             raise TypeError(f"{op}: data must be of a float dtype, got {data.dtype}{hint}")
-        match_index(op, "indptr", indptr)
-        if not len(indptr):
-            raise ValueError(f"{op}: indptr must be [batch_size + 1], got [0]")
+        match_indptr(op, "indptr", indptr)
         rows = data if self.layout == "NHD" else data.swapaxes(0, 1)
         self._set(data=data, indptr=indptr, rows=rows)
 

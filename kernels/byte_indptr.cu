@@ -4,7 +4,7 @@
 //   len[s] = indptr[s + 1] - indptr[s]
 //
 // One CTA, neighbouring threads on neighbouring segments. A negative length counts as 0.
-// Host: cukv/masks.py segment_packbits, PackedMask.indptr
+// Host: cukv/bits.py segment_packbits, cukv/masks.py PackedMask.indptr
 // Reference: cukv/reference.py segment_packbits
 #include "common/scan.cuh"
 

@@ -5,7 +5,7 @@
 // One warp per tile of TILE_BITS elements: by 16-byte vectors where x holds bytes side by side and
 // the tile is full, else by votes.
 // Bound by HBM: BYTES + 1 / 8 bytes per element.
-// Host: cukv/masks.py packbits       Reference: cukv/reference.py packbits
+// Host: cukv/bits.py packbits       Reference: cukv/reference.py packbits
 #include "common/bits.cuh"
 
 namespace cukv {

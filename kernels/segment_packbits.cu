@@ -6,7 +6,7 @@
 // One warp per TILE_BYTES bytes of `out`, whatever the segments: a tile inside one segment is
 // packed as packbits does it, else each lane finds the segment of each of its bytes.
 // Bound by HBM: BYTES + 1 / 8 bytes per element.
-// Host: cukv/masks.py segment_packbits, RaggedMask.pack
+// Host: cukv/bits.py segment_packbits, cukv/masks.py RaggedMask.pack
 // Reference: cukv/reference.py segment_packbits
 #include "common/bits.cuh"
 #include "common/index.cuh"

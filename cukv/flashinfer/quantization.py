@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cukv import masks as _masks
+from cukv import bits as _bits
 from cukv.flashinfer._caller import data, give_back, index, working_for
 
 if TYPE_CHECKING:
-    from cukv.masks import BitOrder
+    from cukv.bits import BitOrder
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -16,7 +16,7 @@ __all__ = ["packbits", "segment_packbits"]
 def packbits(x: Any, bitorder: BitOrder = "big") -> Any:
     """Pack truth values into bits, eight to a byte: uint8 ``[ceil(n / 8)]``."""
     with working_for(x):
-        return give_back(x, _masks.packbits(data("packbits", "x", x), bitorder))
+        return give_back(x, _bits.packbits(data("packbits", "x", x), bitorder))
 
 
 def segment_packbits(x: Any, indptr: Any, bitorder: BitOrder = "big") -> tuple[Any, Any]:
@@ -29,7 +29,7 @@ def segment_packbits(x: Any, indptr: Any, bitorder: BitOrder = "big") -> tuple[A
     with working_for(x):
         values = data(op, "x", x)
         offsets = index(op, "indptr", indptr, values)
-        packed, byte_indptr = _masks.segment_packbits(values, offsets, bitorder)
+        packed, byte_indptr = _bits.segment_packbits(values, offsets, bitorder)
         size = int(byte_indptr[-1])
         packed, byte_indptr = give_back(x, packed[:size], byte_indptr.astype("int32"))
         return packed, byte_indptr

@@ -10,6 +10,7 @@ import numpy as np
 
 from cukv._arrays import as_dtype
 from cukv._check import whole_number
+from cukv.bits import BitOrder, pack_bits
 from cukv.jax._arguments import (
     Array,
     like,
@@ -22,7 +23,6 @@ from cukv.jax._arguments import (
 )
 from cukv.jax._nouns import noun
 from cukv.jax._xla import Memory, call
-from cukv.masks import BitOrder, pack_bits
 from cukv.mla import MLAPagedCache
 from cukv.page_table import PageTable
 from cukv.paged import PagedKVCache
