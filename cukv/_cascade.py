@@ -19,9 +19,10 @@ import numpy as np
 from cukv._arrays import FLOAT32, Array, empty
 from cukv._attention import PagedCall
 from cukv._index import pack_index
-from cukv._kernels import BoundLaunch, kernel, num_sms, one_per_thread, packer, struct_layout
+from cukv._kernels import BoundLaunch, kernel, num_sms, one_per_thread
 from cukv._launches import pack_levels, require_eager
 from cukv._plan import LONGEST_WINDOW, Plan
+from cukv._sources import packer, struct_layout
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:

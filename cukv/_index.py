@@ -10,7 +10,7 @@ import numpy as np
 
 from cukv._arrays import FLOAT32, INDEX_DTYPES, Array, as_array, home, to_home
 from cukv._check import match_index
-from cukv._kernels import packer
+from cukv._sources import packer
 
 _pack_index = packer("Index")
 _pack_scale = packer("Scale")

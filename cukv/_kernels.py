@@ -1,51 +1,33 @@
-"""Kernels by name: source and named template arguments -> cubin -> ``cupy.RawModule`` -> launch.
+"""Kernels by name: cubin -> ``cupy.RawModule`` -> launch.
 
 ``kernel(name, device, **template_args)`` gives one loaded specialisation; calling it launches it on
 CuPy's current stream with *named* parameters, and ``bind`` packs most of them ahead of many calls.
-The ``.cu`` file is the only place where the order of template arguments and the layout of the
-parameter struct are written: both are read from it.
-
-Compiling needs no GPU (NVRTC makes machine code for any architecture), so the check that compiles
-every specialisation uses the same ``compile_kernels`` as a first call does.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import re
-import shutil
 import struct
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
-from cuda import pathfinder
 from cupy.cuda import get_current_stream
 from cupy_backends.cuda.api.driver import launchKernel
 from cupy_backends.cuda.api.runtime import getDevice
 from cupy_backends.cuda.libs import nvrtc
 
 from cukv._arrays import CudaUnavailableError, as_dtype, is_available
+from cukv._cubins import cache_folder, cubin
 from cukv._recording import recorder
+from cukv._sources import params_struct, source, struct_layout
 from cukv._specialisations import SPELLING, runs_on, specialisations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-log = logging.getLogger("cukv")
-
-_PACKAGE = Path(__file__).parent
-# A wheel carries the sources inside the package; a checkout has them beside it.
-ROOT = next(p for p in (_PACKAGE / "kernels", _PACKAGE.parent / "kernels") if p.exists())
 
 # CTA sizes. SCAN_THREADS is written in kernels/common/scan.cuh too.
 SCAN_THREADS = 1024
@@ -64,220 +46,6 @@ def one_per_warp(size: int) -> tuple[int, int]:
 
 
 ONE_SCAN = (1, SCAN_THREADS)  # grid and CTA of a prefix sum
-
-
-# --------------------------------------------------------------------------- reading the sources
-
-
-@functools.cache
-def source(name: str) -> str:
-    """Text of ``kernels/<name>.cu``; includes stay includes."""
-    return (ROOT / f"{name}.cu").read_text(encoding="utf-8")
-
-
-@functools.cache
-def _headers() -> str:
-    return "\n".join(p.read_text(encoding="utf-8") for p in sorted(ROOT.glob("common/*.cuh")))
-
-
-@functools.cache
-def _digest() -> str:
-    """Hash every kernel source: an edited header must never find an old cubin."""
-    sha = hashlib.sha256()
-    for path in sorted(p for p in ROOT.rglob("*") if p.suffix in {".cu", ".cuh"}):
-        sha.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return sha.hexdigest()
-
-
-def _template_names(name: str) -> list[str]:
-    found = re.search(rf"(?:template <([^>]*)>\s*)?__global__[^;{{]*?\b{name}\(", source(name))
-    if found is None:
-        raise ValueError(f"kernels/{name}.cu defines no __global__ function {name}")
-    return [p.split()[-1] for p in found[1].split(",")] if found[1] else []
-
-
-_SCALARS = {"int32_t": "i", "uint32_t": "I", "float": "f", "int64_t": "q", "uint64_t": "Q"}
-
-
-class Layout(NamedTuple):
-    """A C struct as Python packs it; nested structs, or arrays of them, are fields of bytes."""
-
-    names: tuple[str, ...]
-    codes: tuple[str, ...]  # of each field, with the padding before it; then the padding at the end
-    size: int
-    alignment: int
-
-    @property
-    def format(self) -> str:
-        """Format of all of it."""
-        return "=" + "".join(self.codes)
-
-
-@functools.cache
-def struct_layout(struct_name: str, kernel_name: str | None = None) -> Layout:
-    """Read a parameter struct from the sources, with C's own alignment rules."""
-    text = (source(kernel_name) if kernel_name else "") + _headers()
-    alias = re.search(rf"^using {struct_name} = (\w+);$", text, re.MULTILINE)
-    if alias is not None:
-        return struct_layout(alias[1], kernel_name)
-    found = re.search(
-        rf"struct (?:alignas\((\d+)\) )?{struct_name}(?: : (\w+))? \{{\n(.*?)\n\}};",
-        text,
-        re.DOTALL,
-    )
-    if found is None:
-        raise ValueError(f"no struct {struct_name} in kernels/{kernel_name}.cu or kernels/common")
-    aligned, base, body = found.groups()
-    names, codes, size, alignment, gap = [], [], 0, int(aligned or 1), 0
-    if base is not None:  # its fields come first, and the padding at its end stays
-        inherited = struct_layout(base, kernel_name)
-        names, (*codes, tail_code) = [*inherited.names], inherited.codes
-        size, alignment = inherited.size, max(alignment, inherited.alignment)
-        gap = struct.calcsize(f"={tail_code}")
-    # A field is a statement of the struct itself without a call; the rest are member functions.
-    body = re.sub(r" *//[^\n]*", "", body)
-    for line in re.findall(r"^    ([^\s(][^(\n]*;)$", body, re.MULTILINE):
-        parsed = re.fullmatch(r"([\w ]+?[*&]?) (\w+)(?:\[(\d+)\])?;", line)
-        if parsed is None or (parsed[3] and parsed[1] in _SCALARS):
-            raise ValueError(f"struct {struct_name}: one plain field per line, got {line!r}")
-        declared, field, count = parsed.groups()
-        if declared == "uint8_t":
-            code, width, align = f"{count}s", int(count), 1
-        elif declared.endswith("*"):
-            code, width, align = "Q", 8, 8
-        elif declared in _SCALARS:
-            code = _SCALARS[declared]
-            width = align = struct.calcsize("=" + code)
-        else:
-            nested = struct_layout(declared, kernel_name)
-            width, align = nested.size * int(count or 1), nested.alignment
-            code = f"{width}s"
-        pad = -size % align
-        codes.append(f"{gap + pad}x{code}")
-        size, alignment, gap = size + pad + width, max(alignment, align), 0
-        names.append(field)
-    tail = -size % alignment
-    return Layout(tuple(names), (*codes, f"{tail}x"), size + tail, alignment)
-
-
-def packer(struct_name: str, kernel_name: str | None = None) -> Callable[..., bytes]:
-    """Give ``pack(*fields) -> bytes`` for a struct of kernels/common or of one kernel, in order."""
-    return struct.Struct(struct_layout(struct_name, kernel_name).format).pack
-
-
-# -------------------------------------------------------------------------------------- compiling
-
-
-@functools.cache
-def cuda_include() -> str:
-    """Folder of cuda_fp16.h and its kin, from the runtime-header wheel or a CUDA toolkit."""
-    folder = pathfinder.find_nvidia_header_directory("cudart")
-    if folder is None:
-        raise RuntimeError(
-            "cukv: the CUDA headers were not found; `pip install nvidia-cuda-runtime-cu12` "
-            "(with cupy-cuda12x) or set CUDA_PATH to a CUDA toolkit"
-        )
-    return str(folder)
-
-
-def options(arch: str) -> tuple[str, ...]:
-    """NVRTC options for one architecture, e.g. ``sm_90a``."""
-    return (
-        f"--gpu-architecture={arch}",
-        "-std=c++17",
-        "-default-device",
-        "-lineinfo",
-        "--ptxas-options=-v",  # registers, stack and spills go to the log
-        f"-I{ROOT}",
-        f"-I{cuda_include()}",
-    )
-
-
-def _symbol(name: str, template_args: dict[str, Any]) -> str:
-    declared = _template_names(name)
-    if sorted(declared) != sorted(template_args):
-        raise TypeError(f"{name}: template takes {declared}, got {sorted(template_args)}")
-    args = ", ".join(str(SPELLING.get(template_args[p], template_args[p])) for p in declared)
-    return f"cukv::{name}<{args}>" if declared else f"cukv::{name}"
-
-
-def compile_kernels(
-    name: str, arch: str, template_args: Sequence[dict[str, Any]]
-) -> tuple[bytes, list[str], str]:
-    """Compile specialisations of one file: (cubin, lowered names, compiler's log). Needs no GPU."""
-    symbols = [_symbol(name, args) for args in template_args]
-    # Naming the parameter struct's size lets the kernel assert it: the two sides cannot drift.
-    params = struct_layout(_params_struct(name), name)
-    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
-    try:
-        for symbol in symbols:
-            nvrtc.addNameExpression(program, symbol)
-        try:
-            nvrtc.compileProgram(program, (*options(arch), f"-DPARAMS_BYTES={params.size}"))
-        except nvrtc.NVRTCError as error:
-            text = nvrtc.getProgramLog(program)
-            raise RuntimeError(f"cukv: {symbols[0]} for {arch}: {error}\n{text}") from error
-        lowered = [nvrtc.getLoweredName(program, symbol) for symbol in symbols]
-        cubin = nvrtc.getCUBIN(program)
-        cubin += bytes(-len(cubin) % 8)  # CuPy gives it without its last byte, a zero
-        return cubin, lowered, nvrtc.getProgramLog(program)
-    finally:
-        nvrtc.destroyProgram(program)
-
-
-def _params_struct(name: str) -> str:
-    """Name of a kernel's parameter struct: its own name in camel case, e.g. CopyPagesParams."""
-    return "".join(word.capitalize() for word in name.split("_")) + "Params"
-
-
-# ---------------------------------------------------------------------------------- cubins on disk
-
-
-@functools.cache
-def cache_folder() -> Path:
-    """Folder of compiled kernels: CUKV_CACHE_DIR, else the user's cache, else a temporary one."""
-    named, base = (os.environ.get(name) for name in ("CUKV_CACHE_DIR", "XDG_CACHE_HOME"))
-    try:
-        folder = Path(named or Path(base or Path("~/.cache").expanduser(), "cukv"))
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        temporary = tempfile.mkdtemp(prefix="cukv-")
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-        log.warning("cannot write compiled kernels (%s): they go to %s", error, temporary)
-        return Path(temporary)
-
-
-def _cubin(name: str, arch: str, template_args: dict[str, Any]) -> tuple[Path, str]:
-    """Path of a specialisation's cubin and its lowered name, compiled unless already on disk."""
-    symbol, flags = _symbol(name, template_args), options(arch)
-    headers = Path(cuda_include(), "cuda_fp16.h").stat().st_mtime_ns
-    identity = repr((symbol, flags, headers, nvrtc.getVersion(), _digest()))
-    key = f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
-    path, lowered_path = (cache_folder() / f"{key}{suffix}" for suffix in (".cubin", ".name"))
-    if not (path.exists() and lowered_path.exists()):
-        log.info("compiling %s for %s", symbol, arch)
-        cubin, lowered, _ = compile_kernels(name, arch, [template_args])
-        # The name first: whoever sees the cubin finds its name too.
-        _write_whole(lowered_path, lowered[0].encode())
-        _write_whole(path, cubin)
-    return path, lowered_path.read_text(encoding="ascii")
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write so that other processes see nothing or all of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-# ------------------------------------------------------------------------------ loading, launching
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -375,7 +143,7 @@ class Kernel:
         waits = "griddepcontrol_wait();" in source(name)
         early = waits and int(cp.cuda.Device(device).compute_capability) >= 90
         self._launch_early = _cu_launch_kernel_ex() if early else None
-        self._layout = struct_layout(_params_struct(name), name)
+        self._layout = struct_layout(params_struct(name), name)
         self._splits: dict[tuple[str, ...], _Split] = {}
         self._pack_into = self._split(self._layout.names).pack_into
         self._smem_bytes = _UNASKED_SMEM_BYTES
@@ -496,7 +264,7 @@ def _load(key: tuple[Any, ...], name: str, device: int, args: dict[str, Any]) ->
         raise NotImplementedError(f"{name}: no specialisation {wanted}; there are {known}")
     with _locks.setdefault(key, threading.Lock()):
         if key not in _loaded:
-            path, lowered = _cubin(name, arch_of(device), args)
+            path, lowered = cubin(name, arch_of(device), args)
             with cp.cuda.Device(device):
                 raw = cp.RawModule(path=str(path)).get_function(lowered)
                 _loaded[key] = Kernel(name, device, raw)
@@ -562,7 +330,7 @@ def warmup(*kernels: str, dtypes: Sequence[Any] = ("bfloat16",), device: int | N
             if all(value in wanted for value in args.values() if value in SPELLING)
         ]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda chosen_one: _cubin(chosen_one[0], arch, chosen_one[1]), chosen))
+            list(pool.map(lambda chosen_one: cubin(chosen_one[0], arch, chosen_one[1]), chosen))
         for name, args in chosen:
             kernel(name, current.id, **args)
 

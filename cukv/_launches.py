@@ -10,7 +10,7 @@ import cupy as cp
 from cukv._arrays import Array, is_capturing
 from cukv._attention import check_mask, require_plan
 from cukv._index import pack_index
-from cukv._kernels import packer
+from cukv._sources import packer
 from cukv._specialisations import KINDS
 from cukv.page_table import PageTable
 

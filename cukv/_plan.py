@@ -17,7 +17,8 @@ import cupy as cp
 from cupy_backends.cuda.api.runtime import getDevice
 
 from cukv._index import pack_divisor, pack_index
-from cukv._kernels import WARP, BoundLaunch, kernel, num_sms, packer, struct_layout
+from cukv._kernels import WARP, BoundLaunch, kernel, num_sms
+from cukv._sources import packer, struct_layout
 from cukv.masks import PackedMask, given_indptr
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cupy as cp
 
 from cukv._index import NO_INDEX, pack_divisor, pack_index, pack_numbers
-from cukv._kernels import packer
 from cukv._paged_attention import PagedAttention
 from cukv._pages import PagePair
 from cukv._rows import Pages
+from cukv._sources import packer
 from cukv.page_table import PageTable
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import numpy as np
 from cukv._arrays import DTYPES, Array, alignment
 from cukv._check import match, match_dtype, match_rows, match_writable
 from cukv._index import pack_divisor
-from cukv._kernels import kernel, num_sms, packer
+from cukv._kernels import kernel, num_sms
+from cukv._sources import packer
 from cukv._specialisations import vector_size
 
 if TYPE_CHECKING:

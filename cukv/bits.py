@@ -21,8 +21,9 @@ from cukv._arrays import (
 )
 from cukv._check import check_indptr, match, match_aligned, match_indptr, values
 from cukv._index import as_index, pack_index
-from cukv._kernels import ONE_SCAN, kernel, one_per_warp, packer
+from cukv._kernels import ONE_SCAN, kernel, one_per_warp
 from cukv._scratch import allocate_scratch
+from cukv._sources import packer
 
 BitOrder = Literal["little", "big"]
 

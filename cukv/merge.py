@@ -10,7 +10,8 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import FLOAT32, Array, alignment, as_array, empty, home, read_only_reason
 from cukv._check import match, match_aligned, match_dtype, match_rows, match_writable
-from cukv._kernels import kernel, one_per_thread, struct_layout
+from cukv._kernels import kernel, one_per_thread
+from cukv._sources import struct_layout
 from cukv._specialisations import STATE_DTYPES, vector_size
 
 _FLOAT64 = np.dtype(np.float64)

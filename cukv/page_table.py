@@ -30,8 +30,9 @@ from cukv._check import (
     whole_number,
 )
 from cukv._index import SEQUENCES, as_index, pack_divisor, pack_index
-from cukv._kernels import ONE_SCAN, kernel, one_per_thread, packer
+from cukv._kernels import ONE_SCAN, kernel, one_per_thread
 from cukv._noun import Noun
+from cukv._sources import packer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

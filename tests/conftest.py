@@ -11,7 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from cukv import _arrays, _kernels
+from cukv import _arrays, _cubins, _kernels, _sources
 from cukv._arrays import is_available
 
 pytest_plugins = ["gpu_record"]
@@ -69,7 +69,7 @@ def pytest_collection_finish(session):
         if every or BENCHMARK_DTYPES.issuperset(dtypes_of(args))
     ]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_kernels._cubin, *zip(*chosen, strict=True), chunksize=4))
+        list(pool.map(_cubins.cubin, *zip(*chosen, strict=True), chunksize=4))
 
 
 def pytest_runtest_setup(item):
@@ -101,7 +101,7 @@ def xp(request):
 @pytest.fixture
 def refresh_sources():
     """Give a function that makes the loader read its sources again; called at the end too."""
-    cached = (_kernels.source, _kernels._headers, _kernels._digest, _kernels.struct_layout)
+    cached = (_sources.source, _sources._headers, _sources.digest, _sources.struct_layout)
 
     def refresh():
         for function in cached:
@@ -114,7 +114,7 @@ def refresh_sources():
 @pytest.fixture
 def kernel_sources(tmp_path, monkeypatch, refresh_sources):
     """Copy the kernels to a folder that the test may edit, and make the loader read that."""
-    folder = shutil.copytree(_kernels.ROOT, tmp_path / "edited kernels")
-    monkeypatch.setattr(_kernels, "ROOT", folder)
+    folder = shutil.copytree(_sources.ROOT, tmp_path / "edited kernels")
+    monkeypatch.setattr(_sources, "ROOT", folder)
     refresh_sources()
     return folder

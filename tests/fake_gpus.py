@@ -106,7 +106,7 @@ class FakeGpus:
             # A function, grid, CTA, bytes of shared memory, a stream, and parameters.
             (_kernels, "launchKernel", lambda *args: launch(args[0], args[8])),
             (_kernels, "_cu_launch_kernel_ex", lambda: launch_ex),
-            (_kernels, "_cubin", lambda name, *_: (name, name)),
+            (_kernels, "cubin", lambda name, *_: (name, name)),
             (_kernels, "_loaded", {}),
             (_kernels, "_locks", {}),
             (_tensor_maps, "_cu_tensor_map_encode_tiled", lambda: lambda *args: 0),

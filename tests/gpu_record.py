@@ -23,7 +23,16 @@ TREE = Path(__file__).parent.parent
 PATH = TREE / "tests" / "gpu_record.json"
 HOST_SOURCES = tuple(
     f"cukv/{name}.py"
-    for name in ("_geometry", "_kernels", "_plan", "_rows", "_smem", "_specialisations")
+    for name in (
+        "_cubins",
+        "_geometry",
+        "_kernels",
+        "_plan",
+        "_rows",
+        "_smem",
+        "_sources",
+        "_specialisations",
+    )
 )
 COLLECT = ("-m", "pytest", "--collect-only", "-q", "-m", "gpu and not long", "tests")
 HOW_TO = (

@@ -29,6 +29,7 @@ from cukv import (
     _latent_attention,
     _paged_attention,
     _recording,
+    _sources,
     _tensor_maps,
     flashinfer,
 )
@@ -968,7 +969,7 @@ class Launch:
 
     def __init__(self, key, name, launched):
         self._key, self._name, self._launched = key, name, launched
-        self._layout = _kernels.struct_layout(_kernels._params_struct(name), name)
+        self._layout = _sources.struct_layout(_sources.params_struct(name), name)
 
     def __call__(self, grid, cta, smem_bytes=0, /, **params):
         packed = struct.pack(self._layout.format, *(params[n] for n in self._layout.names))

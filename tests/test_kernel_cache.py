@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cases import fake_cupy
 
-from cukv import PagedKVCache, PageTable, _kernels
+from cukv import PagedKVCache, PageTable, _cubins, _kernels, _sources
 from cukv._index import UNIT_SCALE, pack_index, pack_scale
 
 ARCH = "sm_90a"
@@ -29,24 +29,24 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "compiled kernels"
     use_cache(monkeypatch, folder)
     yield folder
-    _kernels.cache_folder.cache_clear()
+    _cubins.cache_folder.cache_clear()
 
 
 def use_cache(monkeypatch, folder):
     monkeypatch.setenv("CUKV_CACHE_DIR", str(folder))
-    _kernels.cache_folder.cache_clear()
+    _cubins.cache_folder.cache_clear()
 
 
 def count_compiles(monkeypatch):
     """Count calls of the compiler from here on."""
     calls = []
-    compile_kernels = _kernels.compile_kernels
+    compile_kernels = _cubins.compile_kernels
 
     def counted(*args):
         calls.append(args)
         return compile_kernels(*args)
 
-    monkeypatch.setattr(_kernels, "compile_kernels", counted)
+    monkeypatch.setattr(_cubins, "compile_kernels", counted)
     return calls
 
 
@@ -55,43 +55,43 @@ def count_compiles(monkeypatch):
 
 def test_a_kernel_is_compiled_once_and_found_again(cache, monkeypatch):
     calls = count_compiles(monkeypatch)
-    path, lowered = _kernels._cubin("seq_lens", ARCH, {})
+    path, lowered = _cubins.cubin("seq_lens", ARCH, {})
     assert path.read_bytes().startswith(b"\x7fELF")
     assert lowered.startswith("_ZN4cukv8seq_lens")
-    assert _kernels._cubin("seq_lens", ARCH, {}) == (path, lowered)
+    assert _cubins.cubin("seq_lens", ARCH, {}) == (path, lowered)
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("edited", ["seq_lens.cu", "common/types.cuh", "common/index.cuh"])
 def test_an_edited_source_never_finds_an_old_cubin(edited, cache, kernel_sources, refresh_sources):
-    before, _ = _kernels._cubin("seq_lens", ARCH, {})
+    before, _ = _cubins.cubin("seq_lens", ARCH, {})
     path = kernel_sources / edited
     path.write_text(path.read_text() + "\n// edited\n")
     refresh_sources()
-    after, _ = _kernels._cubin("seq_lens", ARCH, {})
+    after, _ = _cubins.cubin("seq_lens", ARCH, {})
     assert after != before
     assert after.exists()
 
 
 def test_architecture_template_arguments_and_compiler_are_part_of_the_key(cache, monkeypatch):
-    paths = {_kernels._cubin("copy_pages", ARCH, {"BYTES": size})[0] for size in (1, 2)}
-    paths.add(_kernels._cubin("copy_pages", "sm_80", {"BYTES": 1})[0])
-    monkeypatch.setattr(_kernels.nvrtc, "getVersion", lambda: (99, 0))
-    paths.add(_kernels._cubin("copy_pages", ARCH, {"BYTES": 1})[0])
+    paths = {_cubins.cubin("copy_pages", ARCH, {"BYTES": size})[0] for size in (1, 2)}
+    paths.add(_cubins.cubin("copy_pages", "sm_80", {"BYTES": 1})[0])
+    monkeypatch.setattr(_cubins.nvrtc, "getVersion", lambda: (99, 0))
+    paths.add(_cubins.cubin("copy_pages", ARCH, {"BYTES": 1})[0])
     assert len(paths) == 4
 
 
 def test_sources_in_a_path_with_a_space_compile(cache, kernel_sources):
     assert " " in str(kernel_sources)
-    path, _ = _kernels._cubin("slot_mapping", ARCH, {})
+    path, _ = _cubins.cubin("slot_mapping", ARCH, {})
     assert path.exists()
 
 
 @pytest.mark.parametrize("suffix", [".cubin", ".name"])
 def test_a_half_removed_cache_entry_is_made_again(suffix, cache):
-    path, lowered = _kernels._cubin("seq_lens", ARCH, {})
+    path, lowered = _cubins.cubin("seq_lens", ARCH, {})
     path.with_suffix(suffix).unlink()
-    assert _kernels._cubin("seq_lens", ARCH, {}) == (path, lowered)
+    assert _cubins.cubin("seq_lens", ARCH, {}) == (path, lowered)
     assert path.exists()
 
 
@@ -99,17 +99,17 @@ def test_a_half_removed_cache_entry_is_made_again(suffix, cache):
 
 PROCESS = """
 import hashlib, pathlib, sys, time
-from cukv import _kernels
+from cukv import _cubins
 while not pathlib.Path(sys.argv[1]).exists():
     time.sleep(0.001)
-path, lowered = _kernels._cubin("token_indptr", "sm_90a", {})
+path, lowered = _cubins.cubin("token_indptr", "sm_90a", {})
 print(hashlib.sha256(path.read_bytes()).hexdigest(), lowered)
 """
 
 
 def test_eight_processes_on_an_empty_cache_all_succeed_and_leave_whole_files(cache, tmp_path):
     go = tmp_path / "go"
-    tree = Path(_kernels.__file__).parent.parent
+    tree = Path(_cubins.__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(tree)}
     processes = [
         subprocess.Popen(
@@ -126,14 +126,14 @@ def test_eight_processes_on_an_empty_cache_all_succeed_and_leave_whole_files(cac
     assert [process.returncode for process in processes] == [0] * 8, results
     assert len({out for out, _ in results}) == 1
     assert sorted(p.suffix for p in cache.iterdir()) == [".cubin", ".name"]
-    path, _ = _kernels._cubin("token_indptr", ARCH, {})
+    path, _ = _cubins.cubin("token_indptr", ARCH, {})
     assert hashlib.sha256(path.read_bytes()).hexdigest() == results[0][0].split()[0]
 
 
 def test_many_threads_on_an_empty_cache_all_get_the_same_file(cache):
     names = ["seq_lens", "token_indptr", "page_indptr", "slot_mapping"] * 8
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda name: _kernels._cubin(name, ARCH, {}), names))
+        found = list(pool.map(lambda name: _cubins.cubin(name, ARCH, {}), names))
     assert len(set(found)) == 4
     assert sorted(p.suffix for p in cache.iterdir()) == [".cubin"] * 4 + [".name"] * 4
 
@@ -145,7 +145,7 @@ def test_a_write_that_fails_leaves_nothing(cache, monkeypatch):
     cache.mkdir()
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        _kernels._cubin("seq_lens", ARCH, {})
+        _cubins.cubin("seq_lens", ARCH, {})
     assert list(cache.iterdir()) == []
 
 
@@ -157,12 +157,12 @@ def test_a_home_that_cannot_be_written_falls_back_to_a_temporary_folder(
 ):
     (tmp_path / "file").touch()  # a folder below a file cannot be made, not even by root
     use_cache(monkeypatch, tmp_path / "file" / "cache")
-    path, _ = _kernels._cubin("seq_lens", ARCH, {})
+    path, _ = _cubins.cubin("seq_lens", ARCH, {})
     assert path.exists()
     assert tmp_path not in path.parents
     assert "cannot write" in caplog.text
     shutil.rmtree(path.parent)
-    _kernels.cache_folder.cache_clear()
+    _cubins.cache_folder.cache_clear()
 
 
 def test_a_user_without_a_home_gets_a_folder(monkeypatch, tmp_path):
@@ -174,10 +174,10 @@ def test_a_user_without_a_home_gets_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(pwd, "getpwuid", no_user)
     monkeypatch.chdir(tmp_path)
     use_cache(monkeypatch, "")
-    folder = _kernels.cache_folder()
+    folder = _cubins.cache_folder()
     assert folder.is_dir()
     assert list(tmp_path.iterdir()) == []  # no folder named "~" where the process happens to be
-    _kernels.cache_folder.cache_clear()
+    _cubins.cache_folder.cache_clear()
 
 
 # Loading
@@ -267,8 +267,8 @@ def packed(arguments, layout):
 
 def test_a_launch_packs_parameters_by_name(fake_gpu):
     launch = _kernels.kernel("page_indptr", 0)
-    layout = _kernels.struct_layout("PageIndptrParams", "page_indptr")
-    width = _kernels.struct_layout("Index").size
+    layout = _sources.struct_layout("PageIndptrParams", "page_indptr")
+    width = _sources.struct_layout("Index").size
     values = {"seq_lens": b"s" * width, "indptr": b"i" * width, "last_page_len": b"l" * width}
     backwards = dict(reversed(values.items()))
     launch(3, 128, 64, page_size=16, **backwards)
@@ -281,7 +281,7 @@ def test_a_launch_goes_to_the_kernels_device_and_leaves_the_current_one(fake_gpu
     seen = []
     monkeypatch.setattr(_kernels, "launchKernel", lambda *_: seen.append(FakeDevice.current))
     launch = _kernels.kernel("page_indptr", 1)
-    index = b"i" * _kernels.struct_layout("Index").size
+    index = b"i" * _sources.struct_layout("Index").size
     launch(1, 32, seq_lens=index, indptr=index, last_page_len=index, page_size=16)
     assert (seen, FakeDevice.current) == ([1], 0)
 
@@ -315,7 +315,7 @@ def padded(fake_gpu, kernel_sources):
 
 @pytest.mark.parametrize("first", range(6))
 def test_a_bound_launch_packs_what_a_call_by_name_packs(first, padded, fake_gpu):
-    layout = _kernels.struct_layout("PaddedParams", "padded")
+    layout = _sources.struct_layout("PaddedParams", "padded")
     values = {"first": 1, "second": bytes(range(1, 33)), "third": 2.5, "fourth": 3, "fifth": 4}
     padded(3, 128, 64, **values)
     by_name = packed(fake_gpu[0], layout)
@@ -334,7 +334,7 @@ def test_a_bound_launch_packs_what_a_call_by_name_packs(first, padded, fake_gpu)
 def test_a_bound_launch_goes_to_its_kernels_device(fake_gpu, monkeypatch):
     seen = []
     monkeypatch.setattr(_kernels, "launchKernel", lambda *_: seen.append(FakeDevice.current))
-    index = b"i" * _kernels.struct_layout("Index").size
+    index = b"i" * _sources.struct_layout("Index").size
     launch = _kernels.kernel("page_indptr", 1).bind(
         1, 32, per_call=("seq_lens", "indptr"), last_page_len=index, page_size=16
     )
@@ -405,7 +405,7 @@ def test_kernels_that_wait_by_themselves_are_launched_early_where_that_exists(
     monkeypatch.setattr(_kernels, "_cu_launch_kernel_ex", lambda: launch_ex)
 
     def launch(name):
-        layout = _kernels.struct_layout(_kernels._params_struct(name), name)
+        layout = _sources.struct_layout(_sources.params_struct(name), name)
         zeros = struct.unpack(layout.format, bytes(layout.size))
         params = dict(zip(layout.names, zeros, strict=True))
         _kernels.Kernel(name, 0, FakeModule(None))(3, 64, 1024, **params)
@@ -441,7 +441,7 @@ def test_an_append_gives_its_kernel_each_array_where_it_belongs(way, fake_gpu, m
     if way == "last":
         k, v = k[:3], v[:3]
 
-    layout = _kernels.struct_layout("AppendParams", "append")
+    layout = _sources.struct_layout("AppendParams", "append")
     for pages, factors in ((cache, (1.0, 1.0)), (fp8, scales), (fp8, scales)):
         pages.append(k, v, table, **where, k_scale=factors[0], v_scale=factors[1])
         raw = packed(fake_gpu[-1], layout)
@@ -463,6 +463,6 @@ def test_an_append_gives_its_kernel_each_array_where_it_belongs(way, fake_gpu, m
 
 def test_every_parameter_struct_fits_the_staging_memory():
     for name in _kernels.specialisations():
-        struct_name = _kernels._params_struct(name)
-        size = _kernels.struct_layout(struct_name, name).size
+        struct_name = _sources.params_struct(name)
+        size = _sources.struct_layout(struct_name, name).size
         assert _kernels._CONFIG_BYTES + size <= len(_kernels._staging().places[0])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from cupy_backends.cuda.libs import nvrtc
 
-from cukv import _kernels, reference
+from cukv import _cubins, _sources, reference
 from cukv._specialisations import (
     SPELLING,
     decode_tiles,
@@ -31,8 +31,8 @@ ARCHS = ("sm_80", "sm_90a", "sm_100a")
 # once in each program: ten is where both are small. Threads compile side by side.
 BATCH = 10
 
-NAMES = sorted({*specialisations(), *(p.stem for p in _kernels.ROOT.glob("*.cu"))})
-FILES = sorted(p for p in _kernels.ROOT.rglob("*") if p.suffix in {".cu", ".cuh"})
+NAMES = sorted({*specialisations(), *(p.stem for p in _sources.ROOT.glob("*.cu"))})
+FILES = sorted(p for p in _sources.ROOT.rglob("*") if p.suffix in {".cu", ".cuh"})
 
 
 # Resources
@@ -59,7 +59,7 @@ def read_log(log):
 
 def compile_and_measure(name, arch, template_args):
     """Compile one batch: (function, its Resources) of all that it holds, kernels named readably."""
-    _, lowered, log = _kernels.compile_kernels(name, arch, template_args)
+    _, lowered, log = _cubins.compile_kernels(name, arch, template_args)
     entries, functions = read_log(log)
     # Products that wait for each other: C7510 to C7515. C7519 only adds what would be added anyway.
     serialised = re.findall(r"[^\n]*\bC751[0-5]\b[^\n]*", log)
@@ -68,7 +68,7 @@ def compile_and_measure(name, arch, template_args):
     assert sorted(entries) == sorted(lowered), f"the compiler's log was not understood:\n{log}"
     assert {*entries} <= {function for function, _ in functions}, log
     names = {
-        symbol: _kernels._symbol(name, a) for symbol, a in zip(lowered, template_args, strict=True)
+        symbol: _cubins.symbol(name, a) for symbol, a in zip(lowered, template_args, strict=True)
     }
     return [(names.get(function, function), needs) for function, needs in functions]
 
@@ -123,7 +123,7 @@ def smem_struct(name, cta, template_args):
     """Spell the struct that one specialisation lays over its shared memory."""
     if cta is None:
         return "cukv::LatentSmem"
-    parameters = re.search(rf"template <([^>]*)>\s*struct {cta} {{", _kernels.source(name))[1]
+    parameters = re.search(rf"template <([^>]*)>\s*struct {cta} {{", _sources.source(name))[1]
     names = [p.split()[-1].rstrip("_") for p in parameters.split(",")]
     args = ", ".join(str(SPELLING.get(template_args[n], template_args[n])) for n in names)
     return f"cukv::{cta}<{args}>::Smem"
@@ -138,12 +138,12 @@ def test_the_host_asks_for_as_much_shared_memory_as_a_kernel_lays_out(name):
         if tile.kernel == name
     }
     asserts = [f'static_assert(sizeof({s}) == {size}, "{s}");' for s, size in sizes.items()]
-    text = "\n".join([_kernels.source(name), *asserts, ""])
-    params = _kernels.struct_layout(_kernels._params_struct(name), name)
+    text = "\n".join([_sources.source(name), *asserts, ""])
+    params = _sources.struct_layout(_sources.params_struct(name), name)
     program = nvrtc.createProgram(text, f"{name}.cu", (), ())
     try:
         arch = next(arch for arch in ARCHS if runs_on(name, arch))
-        flags = (*_kernels.options(arch), f"-DPARAMS_BYTES={params.size}")
+        flags = (*_cubins.options(arch), f"-DPARAMS_BYTES={params.size}")
         nvrtc.compileProgram(program, flags)
     except nvrtc.NVRTCError:
         pytest.fail(nvrtc.getProgramLog(program)[:4000], pytrace=False)
@@ -192,9 +192,9 @@ def test_the_gate_notices_stack_frames_and_spills(size, index, problem, kernel_s
 
 
 def test_the_gate_refuses_a_log_that_it_cannot_read(monkeypatch):
-    compiled = _kernels.compile_kernels("seq_lens", "sm_90a", [{}])
+    compiled = _cubins.compile_kernels("seq_lens", "sm_90a", [{}])
     for log in ("", compiled[2].replace("entry function", "entry"), "x" + compiled[2].upper()):
-        monkeypatch.setattr(_kernels, "compile_kernels", lambda *_, log=log: (*compiled[:2], log))
+        monkeypatch.setattr(_cubins, "compile_kernels", lambda *_, log=log: (*compiled[:2], log))
         with pytest.raises(AssertionError, match="not understood"):
             compile_and_check("seq_lens", "sm_90a", [{}])
 
@@ -209,7 +209,7 @@ def without_comments(text):
 
 def contract(name):
     """Give the comment that opens a kernel's file, as one line."""
-    lines = _kernels.source(name).splitlines()
+    lines = _sources.source(name).splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("//"))
     return " ".join(line.removeprefix("//").strip() for line in lines[:end])
 
@@ -243,7 +243,7 @@ def test_a_kernel_names_the_methods_that_launch_it_and_its_definition(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_file_global_function_and_table_share_one_name(name):
-    code = without_comments(_kernels.source(name))
+    code = without_comments(_sources.source(name))
     bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
     found = re.findall(rf"__global__\s+void(?:\s+{bounds})?\s+(\w+)\(", code)
     assert found == [name]
@@ -253,20 +253,20 @@ def test_file_global_function_and_table_share_one_name(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_checks_the_size_of_its_parameters_and_its_template_is_the_table(name):
-    code = " ".join(without_comments(_kernels.source(name)).split())
+    code = " ".join(without_comments(_sources.source(name)).split())
     struct_name = "".join(word.capitalize() for word in name.split("_")) + "Params"
     assert re.search(rf"static_assert\( ?sizeof\({struct_name}\) == PARAMS_BYTES,", code)
-    declared = _kernels._template_names(name)
+    declared = _sources.template_names(name)
     for template_args in specialisations()[name]:
         assert sorted(template_args) == sorted(declared)
     unique = {str(sorted(map(str, s.items()))) for s in specialisations()[name]}
     assert len(unique) == len(specialisations()[name])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(_kernels.ROOT).as_posix())
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(_sources.ROOT).as_posix())
 def test_a_kernel_source_has_no_macros_and_asm_only_where_instructions_are(path):
     code = without_comments(path.read_text(encoding="utf-8"))
-    name = path.relative_to(_kernels.ROOT).as_posix()
+    name = path.relative_to(_sources.ROOT).as_posix()
     assert "#define" not in code
     assert re.fullmatch(r"common/ptx(_\w+)?\.cuh", name) or not re.search(r"\basm\b", code)
     includes = re.findall(r"#include (\S+)", code)
@@ -282,24 +282,24 @@ def test_a_kernel_source_has_no_macros_and_asm_only_where_instructions_are(path)
 
 def test_template_arguments_that_the_kernel_does_not_declare_are_refused():
     with pytest.raises(TypeError, match=r"gather: template takes \['FROM', 'TO', 'VEC'\], got"):
-        _kernels.compile_kernels("gather", "sm_90a", [{"FROM": "half", "VEC": 8}])
+        _cubins.compile_kernels("gather", "sm_90a", [{"FROM": "half", "VEC": 8}])
     with pytest.raises(TypeError, match=r"seq_lens: template takes \[\], got \['VEC'\]"):
-        _kernels.compile_kernels("seq_lens", "sm_90a", [{"VEC": 8}])
+        _cubins.compile_kernels("seq_lens", "sm_90a", [{"VEC": 8}])
 
 
 def test_a_source_that_does_not_compile_raises_with_the_compilers_words(kernel_sources):
     path = kernel_sources / "seq_lens.cu"
     path.write_text(path.read_text().replace("p.table.batch_size", "p.table.batch_syze"))
     with pytest.raises(RuntimeError, match=r"cukv::seq_lens for sm_90a(?s:.*)batch_syze"):
-        _kernels.compile_kernels("seq_lens", "sm_90a", [{}])
+        _cubins.compile_kernels("seq_lens", "sm_90a", [{}])
 
 
 def test_parameters_that_drift_from_the_host_do_not_compile(kernel_sources, monkeypatch):
-    layout = _kernels.struct_layout("SeqLensParams", "seq_lens")
+    layout = _sources.struct_layout("SeqLensParams", "seq_lens")
     drifted = layout._replace(size=layout.size + 8)
-    monkeypatch.setattr(_kernels, "struct_layout", lambda *_: drifted)
+    monkeypatch.setattr(_cubins, "struct_layout", lambda *_: drifted)
     with pytest.raises(RuntimeError, match="host and device disagree on the parameters"):
-        _kernels.compile_kernels("seq_lens", "sm_90a", [{}])
+        _cubins.compile_kernels("seq_lens", "sm_90a", [{}])
 
 
 STRUCTS = """#include "common/types.cuh"
@@ -368,11 +368,11 @@ def test_parameters_are_packed_where_the_compiler_puts_them(kernel_sources):
         for field, offset in offsets.items()
     )
     (kernel_sources / "probe.cu").write_text(STRUCTS % asserts)
-    layout = _kernels.struct_layout("ProbeParams", "probe")
+    layout = _sources.struct_layout("ProbeParams", "probe")
     assert (layout.names, layout.size, layout.alignment) == (tuple(offsets), 80, 8)
-    _kernels.compile_kernels("probe", "sm_90a", [{}])  # holds sizeof and every offset to account
+    _cubins.compile_kernels("probe", "sm_90a", [{}])  # holds sizeof and every offset to account
 
-    inner = _kernels.struct_layout("Inner", "probe")
+    inner = _sources.struct_layout("Inner", "probe")
     assert (inner.names, inner.size) == (("base", "few"), 16)
     values = (1, 2, struct.pack("=f", 0.5), b"i" * 16, 3, 4, 5, 6, 0.25)
     packed = struct.pack(layout.format, *values)
@@ -394,9 +394,9 @@ def test_fields_of_a_base_come_first_and_bytes_where_they_are_aligned(kernel_sou
     text = STRUCTS.replace("ProbeParams", "Other").replace("DerivedParams", "ProbeParams")
     text = text.replace("sizeof(Other)", "sizeof(ProbeParams)")
     (kernel_sources / "probe.cu").write_text(text % asserts.replace("DerivedParams", "ProbeParams"))
-    layout = _kernels.struct_layout("ProbeParams", "probe")
+    layout = _sources.struct_layout("ProbeParams", "probe")
     assert (layout.names, layout.size, layout.alignment) == (tuple(offsets), 256, 64)
-    _kernels.compile_kernels("probe", "sm_90a", [{}])
+    _cubins.compile_kernels("probe", "sm_90a", [{}])
     packed = struct.pack(layout.format, 1, 2, 3, b"b" * 128, 0.25)
     for field, code, value in [
         ("base_data", "=Q", 1), ("base_number", "=i", 2), ("number", "=i", 3),
@@ -415,7 +415,7 @@ def test_a_field_that_the_host_cannot_pack_raises(field, kernel_sources):
     with pytest.raises(
         ValueError, match=r"one plain field per line|no struct (half|Missing|double)"
     ):
-        _kernels.struct_layout("ProbeParams", "probe")
+        _sources.struct_layout("ProbeParams", "probe")
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_a_field_that_the_host_cannot_pack_raises(field, kernel_sources):
     ],
 )
 def test_a_constant_of_both_sides_is_one_number(file, constant, module, name):
-    text = (_kernels.ROOT / file).read_text(encoding="utf-8")
+    text = (_sources.ROOT / file).read_text(encoding="utf-8")
     (number,) = re.findall(rf"constexpr int {constant} = (\d+);", text)
     assert getattr(importlib.import_module(f"cukv.{module}"), name) == int(number)
 
@@ -448,5 +448,5 @@ def test_a_constant_of_both_sides_is_one_number(file, constant, module, name):
     ],
 )
 def test_a_launch_has_as_many_threads_as_its_bounds_allow(kernel, module, name):
-    (number,) = re.findall(r"__launch_bounds__\((\d+)", _kernels.source(kernel))
+    (number,) = re.findall(r"__launch_bounds__\((\d+)", _sources.source(kernel))
     assert getattr(importlib.import_module(f"cukv.{module}"), name) == int(number)

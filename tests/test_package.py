@@ -14,7 +14,7 @@ import pytest
 from gpu_record import python_code
 
 import cukv
-from cukv import _kernels
+from cukv import _kernels, _sources
 from cukv._arrays import is_available
 
 TREE = Path(__file__).parent.parent
@@ -230,7 +230,7 @@ def test_the_kernels_readme_has_a_line_for_every_kernel_and_every_header():
     assert sorted(re.findall(r"^\| `(\w+)` \|", by_name, re.MULTILINE)) == sorted(
         _kernels.specialisations()
     )
-    headers = [path.relative_to(_kernels.ROOT).as_posix() for path in _kernels.ROOT.rglob("*.cuh")]
+    headers = [path.relative_to(_sources.ROOT).as_posix() for path in _sources.ROOT.rglob("*.cuh")]
     assert sorted(re.findall(r"^\| `(common/\S+)` \|", text, re.MULTILINE)) == sorted(headers)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from cupy_backends.cuda.api.runtime import getDevice
 from jax.experimental.buffer_callback import buffer_callback
 
-from cukv._kernels import log
+from cukv._cubins import log
 from cukv._plan import Plan, placement
 from cukv._recording import recording
 from cukv._remember import remember
