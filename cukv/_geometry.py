@@ -346,7 +346,8 @@ class MlaDecodeTile(NamedTuple):
 class MlaDecodeSm90Tile(NamedTuple):
     """Geometry of one specialisation of ``mla_decode_sm90``: two warpgroups share a tile."""
 
-    ckv: Any  # dtype of both parts of the cache
+    ckv: Any  # dtypes of the two parts of the cache
+    kpe: Any
     mapped: bool = True  # keys come by tensor maps
     aligned: bool = True  # latent rows are moved 16 bytes at a time
 
@@ -354,11 +355,6 @@ class MlaDecodeSm90Tile(NamedTuple):
     def kernel(self) -> str:
         """Name of the kernel."""
         return "mla_decode_sm90"
-
-    @property
-    def kpe(self) -> Any:
-        """Dtype of kpe."""
-        return self.ckv
 
     @property
     def rows(self) -> int:
@@ -398,7 +394,7 @@ class MlaDecodeSm90Tile(NamedTuple):
     @property
     def template_args(self) -> dict[str, Any]:
         """Template arguments of ``mla_decode_sm90``."""
-        return {"KV": self.ckv, "MAPPED": str(self.mapped).lower()}
+        return {"CKV": self.ckv, "KPE": self.kpe, "MAPPED": str(self.mapped).lower()}
 
 
 LatentTile = MlaDecodeTile | MlaDecodeSm90Tile

@@ -1,7 +1,8 @@
 """Tensor maps of latent pages: with them a kernel has whole tiles copied to shared memory.
 
-``kernels/mla_decode_sm90.cu`` sees each part of a cache as blocks of 64 columns, and copies some
-tokens of one page and one block at a time; a map swizzles them.
+``kernels/mla_decode_sm90.cu`` sees each part of a cache as spans of 128 bytes, and copies some
+tokens of one page and one span at a time; a map swizzles them. What a row lacks of a span, as kpe
+of fp8 does, comes as zeros.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from cukv._arrays import BFLOAT16, FLOAT16
 from cukv._tensor_maps import (
+    DATA_TYPES,
     GROUP,
     MAX_SIZE,
     MAX_STRIDE,
@@ -48,9 +49,9 @@ def _has_map(array: Array) -> bool:
     num_pages, page_size, _, dim = array.shape
     strides = [s for n, s in zip(array.shape[:2], array.strides[:2], strict=True) if n > 1]
     return (
-        array.dtype in (FLOAT16, BFLOAT16)
+        array.dtype in DATA_TYPES
         and array.size > 0
-        and dim % span_of(array.dtype) == 0
+        and (dim % span_of(array.dtype) == 0 or dim < span_of(array.dtype))
         and array.data.ptr % 16 == 0
         and all(0 < s < MAX_STRIDE and s % 16 == 0 for s in strides)
         and max(num_pages, page_size) < MAX_SIZE
@@ -66,7 +67,7 @@ def latent_maps(pages: PagePair) -> LatentMaps:
 
 
 def box_of(array: Array, piece_tokens: int) -> Box:
-    """Describe copies of some tokens and one block of pages ``[num_pages, page_size, 1, dim]``."""
+    """Describe copies of some tokens and one span of pages ``[num_pages, page_size, 1, dim]``."""
     num_pages, page_size, _, dim = array.shape
     # The strides of axes of one element are never used, but must be strides.
     page, token = (
@@ -74,7 +75,7 @@ def box_of(array: Array, piece_tokens: int) -> Box:
     )
     span = span_of(array.dtype)
     return Box(
-        (span, page_size, dim // span, num_pages),
+        (min(dim, span), page_size, max(dim // span, 1), num_pages),
         (token, SPAN_BYTES, page),
         (span, piece_tokens, 1, 1),
     )

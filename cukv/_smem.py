@@ -31,7 +31,7 @@ class Field(NamedTuple):
 
 # Sizes in bytes.
 _INT = _FLOAT = Field(4, 4)
-_POINTER = _BARRIER = _INT64 = Field(8, 8)
+_POINTER = _BARRIER = _INT64 = _FLOAT2 = Field(8, 8)
 _VECTOR = Field(16, 16)  # uint4
 _SWIZZLED = 1024  # alignment of tiles and buffers
 _WARP = 32
@@ -223,7 +223,7 @@ def mla_decode(tile: MlaDecodeTile) -> int:
 
 @functools.cache
 def mla_decode_sm90(tile: MlaDecodeSm90Tile) -> int:
-    """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh."""
+    """Size of ``LatentSmem`` in kernels/common/latent_sm90.cuh, or of what fp8 adds to it."""
     rows, tokens = tile.rows, tile.tokens
     blocks, block_row_bytes = 9, 128  # of 64 columns of 16 bits: eight of ckv, one of kpe
     smem = _struct(
@@ -243,4 +243,10 @@ def mla_decode_sm90(tile: MlaDecodeSm90Tile) -> int:
         items=_array(_ITEM, 2),
         gates=_array(_GATE, 2),
     )
+    if tile.ckv in FP8:
+        smem = _struct(
+            base=smem,
+            scales=_array(_FLOAT2, rows),
+            copied=_array(_BARRIER, 2, 4),
+        )
     return smem.size

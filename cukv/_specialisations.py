@@ -125,8 +125,7 @@ def latent_tiles() -> tuple[LatentTile, ...]:
         # Eight warps need the shared memory of a data-centre GPU from Hopper on.
         tiles += [MlaDecodeTile(ckv, kpe, 8, True), MlaDecodeTile(ckv, kpe, 4, True)]
         tiles.append(MlaDecodeTile(ckv, kpe, 4, False))
-    for dtype in (BFLOAT16, FLOAT16):
-        tiles += [MlaDecodeSm90Tile(dtype, mapped) for mapped in (True, False)]
+        tiles += [MlaDecodeSm90Tile(ckv, kpe, mapped) for mapped in (True, False)]
     return tuple(tiles)
 
 

@@ -24,14 +24,20 @@ using MlaDecodeSm90Params = LatentSm90Params;
 static_assert(
     sizeof(MlaDecodeSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");
 
-template <typename KV, bool MAPPED>
+template <typename CKV, typename KPE, bool MAPPED>
 __global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
     mla_decode_sm90(const __grid_constant__ MlaDecodeSm90Params p) {
     extern __shared__ __align__(1024) char smem_bytes[];
-    auto& smem = *reinterpret_cast<LatentSmem*>(smem_bytes);
+    using Consumer = LatentConsumer<CKV, KPE>;
+    using Producer = typename Select<
+        is_fp8<CKV>, LatentFp8Producer<KPE, MAPPED>, LatentProducer<KPE, MAPPED>>::type;
+    auto& smem = *reinterpret_cast<typename Consumer::Smem*>(smem_bytes);
     const int block = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     if (threadIdx.x == 0) {
+        if constexpr (is_fp8<CKV>) {
+            Producer::init(smem);
+        }
         smem.init();
         if constexpr (MAPPED) {
             prefetch_tensormap(p.ckv_map);
@@ -44,15 +50,15 @@ __global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
     if (warp_idx < NUM_CONSUMERS / WARP_SIZE) {
         setmaxnreg_inc<224>();
         // By those who have nothing to do yet.
-        prefetch_first_rows<KV, KV, 2 * LATENT_TOKENS, NUM_CONSUMERS>(p, part);
+        prefetch_first_rows<CKV, KPE, 2 * LATENT_TOKENS, NUM_CONSUMERS>(p, part);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
-        LatentConsumer<KV> consumer(p, smem, warp_idx);
+        Consumer consumer(p, smem, warp_idx);
         consumer.run(block, part);
     } else {
         setmaxnreg_dec<56>();
         griddepcontrol_wait();
-        LatentProducer<KV, MAPPED> producer(p, smem, warp_idx - NUM_CONSUMERS / WARP_SIZE);
+        Producer producer(p, smem, warp_idx - NUM_CONSUMERS / WARP_SIZE);
         producer.run(block, part);
     }
 }

@@ -16,6 +16,7 @@ import pytest
 from cupy_backends.cuda.libs import nvrtc
 
 from cukv import _cubins, _sources, reference
+from cukv._arrays import FP8
 from cukv._specialisations import (
     SPELLING,
     decode_tiles,
@@ -122,7 +123,7 @@ TILES = {
 def smem_struct(name, cta, template_args):
     """Spell the struct that one specialisation lays over its shared memory."""
     if cta is None:
-        return "cukv::LatentSmem"
+        return "cukv::Latent" + ("Fp8" if template_args["CKV"] in FP8 else "") + "Smem"
     parameters = re.search(rf"template <([^>]*)>\s*struct {cta} {{", _sources.source(name))[1]
     names = [p.split()[-1].rstrip("_") for p in parameters.split(",")]
     args = ", ".join(str(SPELLING.get(template_args[n], template_args[n])) for n in names)

@@ -195,24 +195,70 @@ def test_any_scale_of_the_logits(xp, heads, sm_scale, rng):
     check(xp, case, rng, heads=heads, sm_scale=sm_scale)
 
 
-# fp8 latents with rotary parts of either kind, scales, few and many heads, causal rows.
+def fp8_latents(case, kpe_dtype, rng):
+    """Make a case's arrays of e4m3, with rotary parts of any dtype."""
+    arrays = case.arrays(rng)
+    kpe = poison(arrays.data[1].shape, as_dtype("test", "kpe", kpe_dtype))
+    kpe[case._slots(arrays.indptr, arrays.indices)] = random_rows(rng, (case.nnz, 64), kpe_dtype)
+    return arrays._replace(data=(arrays.data[0], kpe))
+
+
+# fp8 latents with rotary parts of either kind, scales, few and many heads, causal rows. So few keys
+# are the portable kernel's: test_mla_decode_sm90.py has them read by Hopper's.
 @pytest.mark.parametrize("heads", [5, 16, 128])
 @pytest.mark.parametrize(
     ("kpe_dtype", "q_dtype"),
     [("bfloat16", "bfloat16"), ("float16", "float16"), (E4M3, "bfloat16"), (E4M3, E4M3)],
 )
 def test_fp8_latents_are_read_as_their_scales_say(xp, kpe_dtype, q_dtype, heads, rng):
+    attend_with_scales(xp, kpe_dtype, q_dtype, heads, rng)
+
+
+def attend_with_scales(xp, kpe_dtype, q_dtype, heads, rng):
+    """Attend to fp8 latents with scales, and compare."""
     case = MLACase((200, 33, 0, 514), 64, dtype=E4M3, form="pair")
-    arrays = case.arrays(rng)
-    stores = arrays.data[0], poison(arrays.data[1].shape, as_dtype("test", "kpe", kpe_dtype))
-    slots = case._slots(arrays.indptr, arrays.indices)
-    stores[1][slots] = random_rows(rng, (case.nnz, 64), kpe_dtype)
-    arrays = arrays._replace(data=stores)
+    arrays = fp8_latents(case, kpe_dtype, rng)
     scales = {"ckv_scale": 0.5, "kpe_scale": 2.0 if kpe_dtype == E4M3 else 1.0}
     check(xp, case, rng, heads=heads, arrays=arrays, q_dtype=q_dtype, **scales)
     rows = (3, 1, 2, 17)
     check(xp, case, rng, heads=heads, arrays=arrays, q_dtype=q_dtype, qo_lens=rows, causal=True,
           **scales)  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("size", [1e-30, 1e6])
+def test_queries_of_fp8_latents_may_be_of_any_size(xp, size, heads, rng):
+    attend_with_queries_of(xp, size, heads, rng)
+
+
+def attend_with_queries_of(xp, size, heads, rng):
+    """Attend with queries that are beyond the halves which they become, and compare."""
+    case = MLACase((200, 33, 0), 64, dtype=E4M3)
+    arrays = case.arrays(rng)
+    cache, table = case.nouns(arrays, xp)
+    q = [(x.astype(np.float32) * size).astype(BF16) for x in queries(rng, 3, heads, "bfloat16")]
+    got = cache.decode(*(on(xp, x) for x in q), table, sm_scale=SCALE / size, return_lse=True)
+    want = define(arrays, case.stores(arrays.data), q, None, sm_scale=SCALE / size)
+    assert_attends(got, want, "bfloat16", max_abs(arrays.k))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("kpe_dtype", ["bfloat16", E4M3])
+def test_nan_among_fp8_latents_is_seen_where_it_is_a_key(xp, kpe_dtype, heads, rng):
+    attend_to_nan(xp, kpe_dtype, heads, rng)
+
+
+def attend_to_nan(xp, kpe_dtype, heads, rng):
+    """Attend to two requests, one of which has a NaN, and see in which it shows."""
+    case = MLACase((150, 70), 64, dtype=E4M3, form="pair")
+    arrays = fp8_latents(case, kpe_dtype, rng)
+    page, entry = arrays.indices[1], 3
+    arrays.data[0][page, entry, 100] = np.nan
+    cache, table = case.nouns(arrays, xp)
+    q = [on(xp, x) for x in queries(rng, 2, heads, "bfloat16")]
+    o, lse = cache.decode(*q, table, sm_scale=SCALE, return_lse=True)
+    assert np.isnan(to_numpy(o[0]).astype(np.float32)).all() and np.isnan(to_numpy(lse[0])).all()
+    assert np.isfinite(to_numpy(o[1]).astype(np.float32)).all()
 
 
 def test_scales_may_be_on_the_device_and_are_of_fp8_only(xp, rng):
@@ -277,8 +323,14 @@ def test_queries_and_results_may_have_any_strides(xp, rng):
 
 
 @pytest.mark.gpu
-def test_pages_that_are_not_there_have_no_keys(rng):
-    case = MLACase((150, 40), 16, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", E4M3])
+def test_pages_that_are_not_there_have_no_keys(dtype, rng):
+    attend_beyond_pages(dtype, rng)
+
+
+def attend_beyond_pages(dtype, rng):
+    """Attend by a table that names pages which are not there, and compare."""
+    case = MLACase((150, 40), 16, dtype=dtype)
     arrays = case.arrays(rng)
     cache, table = case.nouns(arrays, cp)
     keep = np.r_[0:32, 64:150, 150:190]  # of the packed tokens

@@ -4,7 +4,7 @@
 // Warpgroup g scores the steps 2 i + g of an item and adds up columns [256 g, 256 (g + 1)) of all
 // steps. Tiles, barriers and who else is there: common/latent_sm90.cuh.
 #pragma once
-#include "common/latent_sm90.cuh"
+#include "common/latent_fp8.cuh"
 #include "common/latent_weights.cuh"
 #include "common/products.cuh"
 #include "common/ptx_wgmma.cuh"
@@ -17,27 +17,35 @@ __device__ __forceinline__ void consumers_sync() { bar_sync<1>(NUM_CONSUMERS); }
 
 // A thread of the two warpgroups that compute. It holds, of rows `row` and `row` + 8 of a tile, the
 // weights of 64 keys and two runs of 128 columns of sums.
-template <typename KV>
+template <typename CKV, typename KPE>
 struct LatentConsumer : LatentWeights {
+    using KV = Operand<CKV>;  // of values too
+    using Smem = typename Select<is_fp8<CKV>, LatentFp8Smem, LatentSmem>::type;
     using TileSlots = LatentSlots<KV, LATENT_ROWS, HEAD_DIM_CKV / 2>;
 
     const LatentParams& p;
-    LatentSmem& smem;
+    Smem& smem;
     const int group;  // of two
     const int row;
-    const float scale;  // of scores to base 2
+    const float scale;                 // of scores to base 2
+    float s_pe[is_fp8<CKV> ? 32 : 1];  // scores of kpe, where they are apart
     float o[2][64];
     uint32_t parity, w_parity;  // of this warpgroup's own tile; of the other's weights
 
-    __device__ __forceinline__ LatentConsumer(const LatentParams& p, LatentSmem& smem, int warp_idx)
-        : LatentWeights(p.sm_scale * LOG2_E),
+    __device__ __forceinline__ LatentConsumer(const LatentParams& p, Smem& smem, int warp_idx)
+        : LatentWeights(score_scale(p)),
           p(p),
           smem(smem),
           group(warp_idx >= 4),  // not by a division: the compiler knows it to be 0 or 1
           row(threadIdx.x / WARP_SIZE % 4 * 16 + threadIdx.x % WARP_SIZE / 4),
-          scale(p.sm_scale * LOG2_E),
+          scale(score_scale(p)),
           parity(0),
           w_parity(0) {}
+
+    // Scales that rows have for themselves are applied before.
+    static __device__ __forceinline__ float score_scale(const LatentParams& p) {
+        return is_fp8<CKV> ? 1.0f : p.sm_scale * LOG2_E;
+    }
 
     // Starts scoring the columns of one block of the own tile.
     __device__ __forceinline__ void score_block(int block) {
@@ -48,6 +56,12 @@ struct LatentConsumer : LatentWeights {
         const uint64_t k = wgmma_descriptor(smem_address(smem.tiles[group][block]), 16, 1024);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
+            if constexpr (is_fp8<CKV>) {
+                if (block == KPE_BLOCK) {
+                    wgmma_m64n64k16<Operand<KPE>>(s_pe, q + 2 * i, k + 2 * i, i > 0);
+                    continue;
+                }
+            }
             wgmma_m64n64k16<KV>(s, q + 2 * i, k + 2 * i, block > 0 || i > 0);
         }
     }
@@ -71,15 +85,14 @@ struct LatentConsumer : LatentWeights {
         pin_registers(s);
         pin_sums();
         parity ^= 1;
+        if constexpr (is_fp8<CKV>) {
+            pin_registers(s_pe);
+            join(s_pe, {smem.scales[row], smem.scales[row + 8]});
+        }
         if (is_last) {
             arrive(smem.q_empty);
         }
-        if (scale <= 0.0f) {
-#pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                s[i] *= scale;
-            }
-        }
+        apply(scale);
         if (!masked) {
             return;
         }
@@ -190,6 +203,9 @@ struct LatentConsumer : LatentWeights {
 
     __device__ __forceinline__ void begin_scores() {
         pin_registers(s);
+        if constexpr (is_fp8<CKV>) {
+            pin_registers(s_pe);
+        }
         wgmma_fence();
     }
 
@@ -330,6 +346,11 @@ struct LatentConsumer : LatentWeights {
             const int turn = item_idx - first_item & 1;
             mbarrier_try_wait(smem.q_full, turn);
             const Item& item = smem.items[turn];
+            if constexpr (is_fp8<CKV>) {
+                load_latent_fp8_queries<KPE, NUM_CONSUMERS / WARP_SIZE>(p, smem, item, block);
+                fence_proxy_async();
+                consumers_sync();  // queries are there
+            }
             const int32_t steps =
                 (item.end_token - item.first_token + LATENT_TOKENS - 1) / LATENT_TOKENS;
             m[0] = m[1] = NO_KEY;

@@ -13,9 +13,27 @@ struct LatentWeights {
     float m[2];  // what weights are relative to, as a power of two; NO_KEY before the first key
     float d[2], factor[2];
 
-    // `scale` of scores to base 2; one that is not positive was applied before.
+    // `scale` of scores to base 2; one that is not positive is applied before.
     explicit __device__ __forceinline__ LatentWeights(float scale)
         : unit(scale > 0.0f ? scale : 1.0f) {}
+
+    __device__ __forceinline__ void apply(float scale) {
+        if (scale <= 0.0f) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                s[i] *= scale;
+            }
+        }
+    }
+
+    // Scores with ckv become those with all of a key; `scales` are the two rows', of ckv and kpe.
+    __device__ __forceinline__ void join(const float (&s_pe)[32], const float2 (&scales)[2]) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float2 of_row = scales[i / 2 % 2];
+            s[i] = fmaf(s[i], of_row.x, s_pe[i] * of_row.y);
+        }
+    }
 
     // Exponent of the weight 1; weights of no keys are 0.
     static __device__ __forceinline__ float base(float m) { return m > NO_KEY ? m : 0.0f; }
