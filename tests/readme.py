@@ -194,6 +194,10 @@ _ASKED = {
         "66 to 130 requests, mixed lengths; 16 and 128 heads",
     ),
     "test_mla_decode_of_fp8_beside_bfloat16": ("MLA `decode`", "128 x 4096 latent rows in fp8"),
+    "test_mla_decode_of_fp8_and_many_heads_beside_bfloat16": (
+        "MLA `decode`",
+        "128 x 4096 latent rows in fp8, 128 heads",
+    ),
     "test_cascade_of_a_common_prompt": ("cascade `attend`", "a common prompt"),
     "test_cascade_of_a_random_prefix_tree": ("cascade `attend`", "random prefix trees"),
     "test_cascade_of_a_trace": ("cascade `attend`", "64 requests of a Mooncake trace at a time"),
