@@ -19,9 +19,10 @@ from test_mla_decode import (
 )
 
 from cukv import _latent_attention
+from cukv._geometry import MlaDecodeSm90Tile
 from cukv._kernels import arch_of
 from cukv._latent_attention import LatentAttention
-from cukv._specialisations import MlaDecodeSm90Tile, runs_on
+from cukv._specialisations import runs_on
 
 pytestmark = pytest.mark.gpu
 
