@@ -131,9 +131,10 @@ struct PrefillCta {
             if (row < item.num_rows && tid_x() % 4 == 0) {
                 slots.store_state(warp.maximum(m_tile, half_idx, d), d, row);
             }
+            float* const to = slots.sums_of_row(row);
             warp.template each_vector<KV>(m_tile, half_idx, [&](const float (&sums)[4], int feat) {
                 if (row < item.num_rows && feat < p.head_dim_vo) {
-                    slots.store_sums(sums, row, feat);
+                    slots.store_sums(sums, to + feat);
                 }
             });
         }

@@ -22,10 +22,18 @@ struct Slots {
         return (int64_t{item.slot(i)} * work.num_kv_heads + kv_head) * ROWS + row;
     }
 
-    __device__ __forceinline__ void store_sums(const float (&sums)[4], int row, int feat) const {
-        float* to = work.sums + slot_row(item.item_idx, row) * HEAD_DIM + feat;
+    // Where the sums of a row are left.
+    __device__ __forceinline__ float* sums_of_row(int row) const {
+        return work.sums + slot_row(item.item_idx, row) * HEAD_DIM;
+    }
+
+    static __device__ __forceinline__ void store_sums(const float (&sums)[4], float* to) {
         // Not by an assignment: the compiler would make four stores of it.
         __stcg(reinterpret_cast<float4*>(to), make_float4(sums[0], sums[1], sums[2], sums[3]));
+    }
+
+    __device__ __forceinline__ void store_sums(const float (&sums)[4], int row, int feat) const {
+        store_sums(sums, sums_of_row(row) + feat);
     }
 
     __device__ __forceinline__ void store_state(float m, float d, int row) const {
@@ -70,7 +78,7 @@ struct Slots {
     // ROWS_OF rows on their way together, one item after the other.
     template <int THREADS, typename Visit>
     __device__ __forceinline__ void each_vector_of_many(int head_dim, Visit visit) const {
-        constexpr int VECS = HEAD_DIM / 4, ROWS_AT_ONCE = THREADS / VECS, ROWS_OF = 8;
+        constexpr int VECS = HEAD_DIM / 4, ROWS_AT_ONCE = THREADS / VECS, ROWS_OF = 16;
         static_assert(THREADS % VECS == 0, "a thread has one vector of each of its rows");
         const int tid = tid_x(), feat = tid % VECS * 4;
         for (int base = tid / VECS; base < item.num_rows; base += ROWS_OF * ROWS_AT_ONCE) {
