@@ -50,7 +50,6 @@ template <
     int WARP_ROWS,
     int WARPS,
     int TOKENS,
-    int SCORES,
     bool ALIGNED,
     bool PLAIN,
     bool PAGED>
@@ -69,7 +68,8 @@ struct PrefillCta {
         SharedLoader<Ring, ALIGNED, PrefillSm80Params>>::type;
     using Queries = WarpQueries<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
     using Fragments = QueryFragments<KV, HEAD_DIM_QK, ROWS, WARP_ROWS>;
-    using Scores = float[M_TILES][SCORES / 8][4];
+    template <int NUM>
+    using Scores = float[M_TILES][NUM / 8][4];  // of NUM keys
     using Warp = WarpState<M_TILES, HEAD_DIM_VO / 8>;
 
     struct Smem {
@@ -226,8 +226,13 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     // Whether what loads other steps goes between the products of one: with two CTAs an SM there
     // are few warps to compute meanwhile.
     constexpr bool WEAVES = ALIGNED && AT_ONCE == TOKENS && WARPS == 4;
-    using Cta = PrefillCta<
-        KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, AT_ONCE, ALIGNED, PLAIN, PAGED>;
+    // Of packed keys an item's last step, and others that rows see a part of, go by halves: those
+    // that no row of a warp sees are left out, and there are registers to load queries meanwhile.
+    // Pages have one way for all steps: two took 2 % longer on an H200, with 512 rows on 8192 keys.
+    constexpr bool HALVES = PLAIN && !PAGED && WEAVES;
+    constexpr int PART = HALVES ? TOKENS / 2 : AT_ONCE;  // of a step that is not woven
+    using Cta =
+        PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, ALIGNED, PLAIN, PAGED>;
     using Ring = typename Cta::Ring;
     static_assert(
         !WEAVES || TOKENS / 16 * Cta::Fragments::K_STEPS >= 4 * Ring::GROUPS,
@@ -282,8 +287,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     while (true) {
         if (tid_x() % WARP_SIZE == 0) {
             own.sight = Sight(p, Cta::own_rows(own.item()));
-            if (PLAIN && !PAGED) {  // of packed keys are_keys() does not say where they end
-                own.sight.all_to = min(own.sight.all_to, own.item().end_token);
+            if constexpr (PLAIN && !PAGED) {  // are_keys() does not say where packed keys end
+                Sight& sight = own.sight;
+                sight.end_token = min(sight.end_token, own.item().end_token);
+                // No step that is seen whole is an item's last.
+                sight.all_to = smem.late_scale == 0.0f ? 0 : min(sight.all_to, sight.end_token - 1);
             }
         }
         if (!own.is_last()) {
@@ -293,24 +301,34 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
 
         // 2 steps: the next one's keys come while this one is computed
         typename Cta::Warp warp(Cta::Warp::LOWEST);
-        // Scores and sums of AT_ONCE keys, from `first` of the step on.
-        const auto attend = [&](int32_t step_token, int first, int32_t mask_class) {
+        const auto load_next_queries = [&] {
+            if (!own.is_last()) {
+                Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(own.next()), smem.kv_head);
+            }
+        };
+        // Scores, which are zero, and sums of as many keys, from `first` of the step on.
+        const auto attend = [&](auto& s, int32_t step_token, int first, int32_t mask_class) {
+            constexpr int NUM = sizeof(s[0]) / sizeof(s[0][0]) * 8;
+            constexpr bool IS_WOVEN = WEAVES && NUM == TOKENS, IS_HALF = HALVES && !IS_WOVEN;
+            constexpr bool IS_SEEN = HALVES && IS_WOVEN;  // whole, by every row
             const int32_t token = step_token + first;
             const Sight& sight = own.sight;
             float late_scale = smem.late_scale;
-            const int32_t end = token + AT_ONCE;  // without a window, rows see all before all_to
-            const bool sees_all = __all_sync(
-                0xffffffffu, smem.ring.are_keys(step) && mask_class == FULL &&
-                                 !(PLAIN ? end > sight.all_to : sight.hides(token, end)));
-            const bool is_plain = sees_all && late_scale != 0.0f;
+            const int32_t end = token + NUM;
+            // Without a window, rows see all before all_to.
+            bool sees_all = smem.ring.are_keys(step) && mask_class == FULL &&
+                            !(PLAIN ? !IS_SEEN && end > sight.all_to : sight.hides(token, end));
+            if (!HALVES) {
+                sees_all = __all_sync(0xffffffffu, sees_all);
+            }
+            const bool is_plain = sees_all && (IS_SEEN || late_scale != 0.0f);
             const OperandAddresses operands = smem.operands(warp_first);
             const uint32_t buffer = step % Ring::STAGES * Ring::BYTES;
             const typename Cta::Fragments fragments{smem.q, warp_first, operands.queries};
-            typename Cta::Scores s = {};
             const typename Cta::Loader::Copies copies(loader, step + 1);
             multiply_keys<KV, Ring::K_ROW_BYTES>(
                 s, fragments, operands.keys + buffer + first * Ring::K_ROW_BYTES, [&](int n) {
-                    if (WEAVES) {
+                    if (IS_WOVEN) {
                         copies.meanwhile(n);
                     }
                 });
@@ -332,12 +350,15 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 }
                 warp.find_largest(largest, s);
             }
+            if (IS_HALF && end >= sight.end_token) {
+                load_next_queries();  // this item's have served
+            }
             warp.weigh(s, largest, late_scale);
             typename Cta::Loader::LookUps look_ups(loader, step);
             multiply_values<KV, Ring::V_ROW_BYTES>(
                 warp.o, s, smem.operands(warp_first).values + buffer + first * Ring::V_ROW_BYTES,
                 [&](int n, int num) {
-                    if (WEAVES) {
+                    if (IS_WOVEN) {
                         look_ups.meanwhile(n, num);
                     }
                 });
@@ -347,24 +368,25 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         for (int32_t token = own.item().first_token, end_token = own.item().end_token;
              token < end_token; token += TOKENS, ++step) {
             cp_async_commit_group();
-            const int32_t end_seen = own.sight.end_token;
+            const int32_t end_seen = own.sight.end_token, all_to = own.sight.all_to;
             cp_async_wait_group<0>();
             __syncthreads();  // all copies have landed, and the other buffer has been read
             if constexpr (WEAVES) {
                 const int32_t mask_class = own.sight.mask_class(p, token);
-                if (token < end_seen && mask_class != EMPTY) {
-                    attend(token, 0, mask_class);
-                } else {
-                    loader.load(step);
+                if (HALVES ? token + TOKENS <= all_to : token < end_seen && mask_class != EMPTY) {
+                    typename Cta::template Scores<TOKENS> s = {};
+                    attend(s, token, 0, mask_class);
+                    continue;
                 }
-            } else {
-                // There are no registers for the scores of all.
-                loader.load(step);
+            }
+            loader.load(step);
+            if constexpr (HALVES || !WEAVES) {
 #pragma unroll 1
-                for (int first = 0; first < TOKENS && token + first < end_seen; first += AT_ONCE) {
+                for (int first = 0; first < TOKENS && token + first < end_seen; first += PART) {
                     const int32_t mask_class = own.sight.mask_class(p, token + first);
                     if (mask_class != EMPTY) {
-                        attend(token, first, mask_class);
+                        typename Cta::template Scores<PART> s = {};
+                        attend(s, token, first, mask_class);
                     }
                 }
             }
@@ -377,8 +399,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
 
         // 3 the next item's queries on their way, this one's result
-        if (!own.is_last()) {
-            Cta::Queries::load(p, smem.q, warp_first, Cta::own_rows(own.next()), smem.kv_head);
+        if (!HALVES || item.first_token >= own.sight.end_token) {
+            load_next_queries();
         }
         Cta::finish(p, smem, item, warp);
         if (own.is_last()) {
