@@ -188,18 +188,7 @@ class PagedAttention:
         device = self._pages.first.device
         tiles = [(tile, choose_grid(tile, num_kv_heads, device)) for tile, _, _ in served]
         cuts = [
-            Cut(
-                rows=tile.rows,
-                head_dim_vo=tile.head_dim_vo,
-                step_tokens=tile.tokens,
-                round_steps=tile.round_steps,
-                item_steps=tile.item_steps,
-                num_parts=grid.num_parts,
-                min_rows=min_rows,
-                max_rows=max_rows,
-                cut_cost=tile.cut_cost,
-                merges=levels is not None and min_rows == 0,
-            )
+            self._cut(call, capped, tile, grid, min_rows, max_rows)
             for (tile, grid), (_, min_rows, max_rows) in zip(tiles, served, strict=True)
         ]
         elements = None
@@ -217,6 +206,45 @@ class PagedAttention:
             window_left=window_left,
             batch_invariant=batch_invariant,
             mask_kind=None if custom_mask is None else type(custom_mask),
+        )
+
+    def _cut(
+        self, call: PagedCall, capped: bool, tile: Tile, grid: Grid, min_rows: int, max_rows: int
+    ) -> Cut:
+        """Say how the work of requests of ``min_rows`` to ``max_rows`` packed rows is cut."""
+        cut = Cut(
+            rows=tile.rows,
+            head_dim_vo=tile.head_dim_vo,
+            step_tokens=tile.tokens,
+            round_steps=tile.round_steps,
+            item_steps=tile.item_steps,
+            num_parts=grid.num_parts,
+            min_rows=min_rows,
+            max_rows=max_rows,
+            cut_cost=tile.cut_cost,
+            merges=call.levels is not None and min_rows == 0,
+        )
+        if not self._goes_by_halves(call, capped, tile):
+            return cut
+        # An item costs two halves of a step where others cost two steps. On an H200, 16 causal
+        # requests of 1024 rows took 2 % less time than by a plan of whole steps.
+        return cut._replace(step_tokens=cut.step_tokens // 2, round_steps=2 * cut.round_steps)
+
+    def _goes_by_halves(self, call: PagedCall, capped: bool, tile: Tile) -> bool:
+        """Tell whether calls leave out halves of steps (HALVES in kernels/prefill_sm80.cu).
+
+        As far as a plan knows; it must not depend on more than plans of a kind share.
+        """
+        dims = self._pages.first.array.shape[3], self._pages.planned_head_dim_vo
+        return (
+            isinstance(tile, PrefillTile)
+            and tile._replace(plain=True, paged=False) in prefill_tiles()
+            and self._pages.consecutive
+            and tile[:3] == (call.q.dtype, *dims)
+            and call.window_left < 0
+            and call.custom_mask is None
+            and call.levels is None
+            and not capped
         )
 
     def _check(self, op: str) -> None:

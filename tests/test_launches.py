@@ -315,6 +315,37 @@ def test_prefill_without_options_has_a_tile_without_their_code_if_keys_lie_in_ru
     assert wide == [(plain, not (plain and page_size is None))]
 
 
+@pytest.mark.parametrize("entry", ["plan", "prefill"])
+@pytest.mark.parametrize(
+    ("options", "head_dim", "steps"),
+    [
+        ({}, 128, (32, 4)),
+        ({"causal": True}, 64, (32, 4)),
+        ({}, 96, (64, 2)),
+        ({"window_left": 5}, 128, (64, 2)),
+        ({"custom_mask": next(mask for mask in masks() if mask is not None)}, 128, (64, 2)),
+    ],
+)
+def test_plans_of_packed_keys_count_in_halves_of_steps_if_calls_will_have_no_options(
+    options, head_dim, steps, entry, monkeypatch
+):
+    cuts, sizes_of = [], _paged_attention.WorkSizes
+
+    def keep(of_call, *args, **kwargs):
+        cuts.extend(of_call)
+        return sizes_of(of_call, *args, **kwargs)
+
+    monkeypatch.setattr(_paged_attention, "WorkSizes", keep)
+    with FakeGpus(monkeypatch, "80"):
+        q = cukv.RaggedTensor(queries(NNZ, head_dim), fake_cupy(BATCH + 1, "int32"))
+        k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, head_dim), "bfloat16"), q.indptr)
+        if entry == "plan":
+            q.plan(k, **options)
+        else:
+            q.prefill(k, k, **options)
+    assert [(cut.step_tokens, cut.round_steps) for cut in cuts if cut.rows == 128] == [steps]
+
+
 def test_leaves_have_a_tile_without_the_code_of_options(table, gpu, tiles):
     shared = cukv.PageTable(
         fake_cupy(2, "int32"), fake_cupy(12, "int32"), fake_cupy(1, "int32"), PAGE_SIZE
