@@ -17,6 +17,8 @@ struct LatentRing {
     static constexpr int WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int OWN_TOKENS = 8, TOKENS = WARPS * OWN_TOKENS;
     static constexpr int CKV_ROW_BYTES = HEAD_DIM_CKV * sizeof(CKV), KPE_ROW_BYTES = 128;
+    // From a line of 128 bytes of a row of ckv to the next, and from 8 rows to the next 8.
+    static constexpr int LINE_STRIDE = 1024, GROUP_STRIDE = 8 * CKV_ROW_BYTES;
 
     struct Buffer {
         char ckv[TOKENS * CKV_ROW_BYTES];
