@@ -398,3 +398,69 @@ class MlaDecodeSm90Tile(NamedTuple):
 
 
 LatentTile = MlaDecodeTile | MlaDecodeSm90Tile
+
+
+class MlaStreamSm90Tile(NamedTuple):
+    """Geometry of one specialisation of ``mla_stream_sm90``, of the work lists of ``mla_decode``.
+
+    A warp has keys copied for eight that compute.
+    """
+
+    ckv: Any  # dtypes of the two parts of the cache
+    kpe: Any
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "mla_stream_sm90"
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows."""
+        return 16
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute."""
+        return 8
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: registers are dealt out to four warps at a time."""
+        return 32 * (self.warps + 4)
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step: 8 for each warp to score."""
+        return 8 * self.warps
+
+    @property
+    def stages(self) -> int:
+        """Buffers of a step."""
+        return 5
+
+    @property
+    def held(self) -> int:
+        """Steps of 16 columns of q_nope that registers hold."""
+        return 31
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that registers and shared memory must leave room for."""
+        return 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return _smem.mla_stream_sm90(self)
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Template arguments of ``mla_stream_sm90``."""
+        return {
+            "CKV": self.ckv,
+            "KPE": self.kpe,
+            "WARPS": self.warps,
+            "STAGES": self.stages,
+            "HELD": self.held,
+        }

@@ -21,7 +21,7 @@ from cukv._attention import (
     require_plan,
 )
 from cukv._check import match, match_dtype, match_index, match_rows
-from cukv._geometry import MlaDecodeSm90Tile
+from cukv._geometry import MlaDecodeSm90Tile, MlaStreamSm90Tile
 from cukv._index import as_index, host_scale, pack_divisor
 from cukv._kernels import BoundLaunch, arch_of, kernel, num_sms
 from cukv._latent_maps import NO_MAPS, can_be_mapped, latent_maps
@@ -36,7 +36,7 @@ from cukv._launches import (
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
 from cukv._remember import remember
-from cukv._specialisations import latent_tiles, runs_on
+from cukv._specialisations import latent_tiles, runs_on, stream_tiles
 from cukv._tiles import ctas_per_sm
 from cukv.page_table import PageTable
 
@@ -50,8 +50,13 @@ _HEAD_DIM_KPE = 64
 _MAX_PARTS = 256  # MAX_LATENT_ITEMS there
 # Microseconds of a part's step of fp8 on an H200, and what a call costs beside its steps, in steps.
 # Calls of 4, 16, 64, 248 and 496 steps took mla_decode 16, 29, 94, 352 and 700 us; those of 2, 4,
-# 16, 62 and 124 took mla_decode_sm90 25, 31, 57, 157 and 306.
-_FP8_STEPS = {"mla_decode": (1.4, 6), "mla_decode_sm90": (2.25, 10)}
+# 16, 62 and 124 took mla_decode_sm90 25, 31, 57, 157 and 306. Calls of 93 took mla_stream_sm90 137
+# and mla_decode 152.
+_FP8_STEPS = {
+    "mla_decode": (1.4, 6),
+    "mla_stream_sm90": (1.3, 6),
+    "mla_decode_sm90": (2.25, 10),
+}
 _PER_CALL = ("table", "q_nope", "q_pe", "o", "lse", "work", "ckv_scale", "kpe_scale")
 
 
@@ -145,7 +150,8 @@ class LatentAttention:
         self._aligned = ckv.alignment == kpe.alignment == 16
         self._mapped = can_be_mapped(pages)
         shapes = ckv.array.shape[1:], kpe.array.shape[1:]
-        self._kinds = _kinds_of(shapes, ckv.dtype, kpe.dtype, ckv.device, self._aligned)
+        reads = self._aligned, self._mapped
+        self._kinds = _kinds_of(shapes, ckv.dtype, kpe.dtype, ckv.device, reads)
         # By signature: the kind of the plan that a call without one makes, and its launch; None:
         # there is nothing to attend from.
         self._prepared: dict[tuple[Any, ...], tuple[PlanKind, BoundLaunch | None]] = {}
@@ -247,7 +253,7 @@ class LatentAttention:
 
     def _fp8_time(self, tile: LatentTile, call: LatentCall) -> float:
         """Estimate what a call of fp8 takes with a tile."""
-        step, beside = _FP8_STEPS[tile.kernel]
+        step, beside = _FP8_STEPS[self._tile_of_launch(tile).kernel]
         return step * (self._part_steps(tile, call) + beside)
 
     def _part_steps(self, tile: LatentTile, call: LatentCall) -> int:
@@ -369,14 +375,14 @@ class LatentAttention:
         num_blocks, group_size = _blocks(tile, q_nope.shape[1])
         heads = q_nope.shape[:2]
         out_dtype = output_dtype(q_nope) if out is None else out.dtype
+        own = self._tile_of_launch(tile)
         maps = {}
-        if isinstance(tile, MlaDecodeSm90Tile):
-            tile = tile._replace(mapped=self._mapped)  # a plan may be of other strides
+        if isinstance(own, (MlaDecodeSm90Tile, MlaStreamSm90Tile)):
             maps = (latent_maps(self._pages) if self._mapped else NO_MAPS)._asdict()
-        launch = kernel(tile.kernel, ckv.device, **tile.template_args).bind(
+        launch = kernel(own.kernel, ckv.device, **own.template_args).bind(
             self._num_parts(tile, call) * num_blocks,
-            tile.threads,
-            tile.smem_bytes,
+            own.threads,
+            own.smem_bytes,
             per_call=_PER_CALL,
             ckv=ckv.packed,
             kpe=kpe.packed,
@@ -392,6 +398,14 @@ class LatentAttention:
             **maps,
         )
         return kind, launch
+
+    def _tile_of_launch(self, tile: LatentTile) -> LatentTile | MlaStreamSm90Tile:
+        """Give the tile that attends by a tile's work list; a plan may be of other strides."""
+        if isinstance(tile, MlaDecodeSm90Tile):
+            return tile._replace(mapped=self._mapped)
+        own = MlaStreamSm90Tile(tile.ckv, tile.kpe)
+        is_there = own in stream_tiles() and runs_on(own.kernel, arch_of(self._pages.first.device))
+        return own if self._mapped and is_there else tile
 
     def _tile_of_plan(self, op: str, plan: Plan, device: int) -> LatentTile:
         """Give the tile that a plan settled on, or raise if it cannot serve this cache."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         DecodeTile,
         MlaDecodeSm90Tile,
         MlaDecodeTile,
+        MlaStreamSm90Tile,
         PrefillTile,
         Sm90Tile,
     )
@@ -216,6 +217,34 @@ def mla_decode(tile: MlaDecodeTile) -> int:
         item=_ITEM,
         first_item=_INT,
         postponed=_bytes(1),
+        gates=_array(_GATE, 2),
+    )
+    return smem.size
+
+
+@functools.cache
+def mla_stream_sm90(tile: MlaStreamSm90Tile) -> int:
+    """Size of ``MlaStreamSm90Cta::Smem`` in kernels/mla_stream_sm90.cu."""
+    rows, warps, stages = tile.rows, tile.warps, tile.stages
+    row_lines, line = 5, 128  # of a key, four of them of ckv; bytes
+    nope_steps, pe_steps = 32, 4  # of 16 columns
+    boxes = _struct(
+        buffers=_bytes(stages, row_lines, tile.tokens, line),
+        full=_array(_BARRIER, stages),
+        empty=_array(_BARRIER, stages),
+        keys=_bytes(stages, warps),
+    )
+    smem = _struct(
+        _SWIZZLED,
+        boxes=boxes,
+        weights=_array(Field(128, 128), 2, rows),
+        queries=_bytes(rows, 16 * (nope_steps + pe_steps), 2),
+        nope_rest=_array(_VECTOR, nope_steps - tile.held, _WARP),
+        pe_rest=_array(_VECTOR, pe_steps, _WARP),
+        maxima=_array(_FLOAT, rows, warps),
+        scales=_array(_FLOAT2, rows),
+        item=_ITEM,
+        first_item=_INT,
         gates=_array(_GATE, 2),
     )
     return smem.size

@@ -12,6 +12,7 @@ from cukv._geometry import (
     LatentTile,
     MlaDecodeSm90Tile,
     MlaDecodeTile,
+    MlaStreamSm90Tile,
     PrefillTile,
     Sm90Tile,
 )
@@ -130,6 +131,12 @@ def latent_tiles() -> tuple[LatentTile, ...]:
 
 
 @functools.cache
+def stream_tiles() -> tuple[MlaStreamSm90Tile, ...]:
+    """Every tile of ``mla_stream_sm90``: of e4m3, whose rows leave the least time beside copies."""
+    return tuple(MlaStreamSm90Tile(*dtypes) for dtypes in _LATENT_DTYPES if dtypes[0] in FP8)
+
+
+@functools.cache
 def specialisations() -> dict[str, list[dict[str, Any]]]:
     """Every specialisation that may be launched: kernel name -> its sets of template arguments."""
     return {
@@ -146,6 +153,7 @@ def specialisations() -> dict[str, list[dict[str, Any]]]:
         "merge_states": list(_with_vectors("FROM", "TO", dtypes=STATE_DTYPES)),
         "mla_decode": [t.template_args for t in latent_tiles() if t.kernel == "mla_decode"],
         "mla_decode_sm90": [t.template_args for t in latent_tiles() if t.kernel != "mla_decode"],
+        "mla_stream_sm90": [tile.template_args for tile in stream_tiles()],
         "packbits": [{"BYTES": size} for size in (1, 2, 4, 8)],
         "page_indices": [{}],
         "page_indptr": [{}],

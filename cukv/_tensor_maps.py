@@ -31,7 +31,7 @@ MAX_UNITS = 1 << 31  # of 16 bytes, exclusive: from a token of a cache to any ot
 # CUtensorMapDataType, ...Swizzle, ...L2promotion of cuda.h
 DATA_TYPES = {FLOAT8_E4M3: 0, FLOAT16: 6, BFLOAT16: 9}  # e4m3 as bytes
 _SWIZZLE_128B = 3
-_L2_PROMOTION_256B = 3
+L2_PROMOTION_128B, L2_PROMOTION_256B = 2, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 TEAM_ROWS = 64  # packed rows of a team, in kernels/prefill_sm90.cu
@@ -217,8 +217,11 @@ def _cu_tensor_map_encode_tiled() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
 
 
-def encode(pointer: int, dtype: Any, box: Box) -> bytes:
-    """Have the driver make a map; what lies outside of the array reads as zeros."""
+def encode(pointer: int, dtype: Any, box: Box, l2_promotion: int = L2_PROMOTION_256B) -> bytes:
+    """Have the driver make a map; what lies outside of the array reads as zeros.
+
+    ``l2_promotion`` says how much the L2 brings of what a copy asks for.
+    """
     memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
     address = ctypes.addressof(memory)
     offset = -address % _MAP_ALIGNMENT
@@ -234,7 +237,7 @@ def encode(pointer: int, dtype: Any, box: Box) -> bytes:
         _numbers(ctypes.c_uint32, (1,) * rank),
         0,  # not interleaved
         _SWIZZLE_128B,
-        _L2_PROMOTION_256B,
+        l2_promotion,
         0,  # zeros outside
     )
     if error:

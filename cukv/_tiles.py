@@ -10,7 +10,7 @@ from cukv._specialisations import decode_tiles, prefill_tiles, runs_on, sm90_til
 
 if TYPE_CHECKING:
     from cukv._arrays import Array
-    from cukv._geometry import LatentTile, Tile
+    from cukv._geometry import LatentTile, MlaStreamSm90Tile, Tile
     from cukv._pages import PagePair
     from cukv._tensor_maps import Copies
 
@@ -221,7 +221,7 @@ def choose_grid(tile: Tile, num_kv_heads: int, device: int) -> Grid:
     return Grid(num_parts * num_kv_heads, num_parts, num_kv_heads)
 
 
-def ctas_per_sm(tile: Tile | LatentTile, device: int) -> int:
+def ctas_per_sm(tile: Tile | LatentTile | MlaStreamSm90Tile, device: int) -> int:
     """CTAs of a tile that an SM holds at a time: as many as were asked for, if they fit."""
     per_cta, per_sm = smem_limits(device)
     if tile.smem_bytes > per_cta:

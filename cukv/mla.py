@@ -377,9 +377,10 @@ class MLAPagedCache(CacheNoun):
         -----
         Current stream, no synchronisation. A call without ``plan`` makes one: one more launch and
         memory for its work. On Hopper, requests of more than 16 packed rows (query rows times
-        heads) on average have a kernel of their own, those of fp8 if they have keys enough; it is
-        fastest where ``page_size`` is a multiple of 8. Source: kernels/mla_decode.cu,
-        kernels/mla_decode_sm90.cu, kernels/plan.cu.
+        heads) on average have a kernel of their own, those of fp8 if they have keys enough. It is
+        fastest where ``page_size`` is a multiple of 8; fp8 caches of such pages, with rows at
+        multiples of 16 bytes, have one for all other requests too. Source: kernels/mla_decode.cu,
+        kernels/mla_stream_sm90.cu, kernels/mla_decode_sm90.cu, kernels/plan.cu.
         """
         op = "MLAPagedCache.decode"
         if sm_scale is None:

@@ -19,7 +19,7 @@
 
 namespace cukv {
 
-using MlaDecodeSm90Params = LatentSm90Params;
+using MlaDecodeSm90Params = LatentMappedParams;
 
 static_assert(
     sizeof(MlaDecodeSm90Params) == PARAMS_BYTES, "host and device disagree on the parameters");

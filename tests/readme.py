@@ -25,7 +25,7 @@ from gpu_record import digest
 
 from cukv import _tiles
 from cukv._arrays import BFLOAT16, FLOAT8_E4M3
-from cukv._specialisations import latent_tiles, runs_on
+from cukv._specialisations import latent_tiles, runs_on, stream_tiles
 from cukv._tensor_maps import Copies
 
 TREE = Path(__file__).parent.parent
@@ -466,7 +466,7 @@ def latent_kernels(generation: Generation, fp8: bool) -> tuple[str, ...]:
     with on(generation):
         tiles = [
             tile
-            for tile in latent_tiles()
+            for tile in (*latent_tiles(), *stream_tiles())
             if (tile.ckv == FLOAT8_E4M3) == fp8
             and runs_on(tile.kernel, generation.arch)
             and _tiles.ctas_per_sm(tile, 0)

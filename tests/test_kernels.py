@@ -25,6 +25,7 @@ from cukv._specialisations import (
     runs_on,
     sm90_tiles,
     specialisations,
+    stream_tiles,
 )
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a")
@@ -117,6 +118,7 @@ TILES = {
     "prefill_sm90": ("PrefillSm90Cta", sm90_tiles),
     "mla_decode": ("MlaDecodeCta", latent_tiles),
     "mla_decode_sm90": (None, latent_tiles),
+    "mla_stream_sm90": ("MlaStreamSm90Cta", stream_tiles),
 }
 
 

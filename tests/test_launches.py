@@ -124,21 +124,32 @@ def test_prefill_has_as_many_ctas_as_its_kernel_has_room_for(dtype, options, tab
         chosen.clear()
 
 
+# Hopper has kernels of its own: for many heads, and, of e4m3, for few where a tensor map takes the
+# pages.
+@pytest.mark.parametrize("page_size", [PAGE_SIZE, 20])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("num_qo_heads", [16, 128])
-def test_latent_decode_plans_and_attends(num_qo_heads, table, gpu):
-    cache = cukv.MLAPagedCache(fake_cupy((12, PAGE_SIZE, 576), "bfloat16"))
+def test_latent_decode_plans_and_attends(num_qo_heads, dtype, page_size, gpu):
+    arrays = (fake_cupy(n, "int32") for n in (BATCH + 1, 12, BATCH))
+    table = cukv.PageTable(*arrays, page_size)
+    parts = fake_cupy((12, page_size, 512), dtype), fake_cupy((12, page_size, 64), "bfloat16")
+    cache = cukv.MLAPagedCache(parts)
     nope, pe = (fake_cupy((BATCH, num_qo_heads, width), "bfloat16") for width in (512, 64))
     cache.decode(nope, pe, table, sm_scale=0.1)
-    planned, attended = gpu.names()
-    assert planned == "plan"
-    assert attended.startswith("mla_decode")
+    wants = "mla_decode"
+    if gpu.compute_capability == "90":
+        if dtype == "float8_e4m3fn":
+            wants = "mla_stream_sm90" if page_size == PAGE_SIZE else "mla_decode"
+        elif num_qo_heads == 128:
+            wants = "mla_decode_sm90"
+    assert gpu.names() == ["plan", wants]
 
 
-# Where Hopper's own kernel reads fp8: for more than 16 rows, if an SM has keys enough. On an H200
-# the calls of the first six lines took it 24, 31, 26, 57, 56 and 306 us, and the portable kernel
-# 16, 29, 16, 94, 81 and 700.
+# Where the kernel of many rows reads fp8: for more than 16, if an SM has keys enough. On an H200
+# the calls of the first six lines took it 24, 31, 26, 57, 56 and 306 us, and mla_decode, of which
+# mla_stream_sm90 takes nine tenths, 16, 29, 16, 94, 81 and 700.
 @pytest.mark.parametrize(
-    ("batch_size", "kv_len", "num_qo_heads", "on_hopper"),
+    ("batch_size", "kv_len", "num_qo_heads", "wide"),
     [
         (1, 4096, 128, False),
         (16, 1024, 128, False),
@@ -157,7 +168,7 @@ def test_latent_decode_plans_and_attends(num_qo_heads, table, gpu):
 )
 @pytest.mark.parametrize("kpe_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_hopper_decodes_fp8_latents_of_many_heads_and_keys(
-    kpe_dtype, batch_size, kv_len, num_qo_heads, on_hopper, gpu
+    kpe_dtype, batch_size, kv_len, num_qo_heads, wide, gpu
 ):
     num_pages = batch_size * kv_len // 64
     index = (fake_cupy(n, "int32") for n in (batch_size + 1, num_pages, batch_size))
@@ -169,9 +180,15 @@ def test_hopper_decodes_fp8_latents_of_many_heads_and_keys(
     plan = layers[0].plan(nope, table)
     for cache in layers:
         cache.decode(nope, pe, table, sm_scale=0.1, plan=plan)
-    own = on_hopper and gpu.compute_capability == "90"
-    attended = "mla_decode_sm90" if own else "mla_decode"
+    attended = decode_of_fp8(wide, gpu)
     assert gpu.names() == ["plan", attended, "plan", attended, attended]
+
+
+def decode_of_fp8(wide, gpu):
+    """Name the kernel that reads pages of fp8 which tensor maps take."""
+    if gpu.compute_capability != "90":
+        return "mla_decode"
+    return "mla_decode_sm90" if wide else "mla_stream_sm90"
 
 
 # As many packed rows of fewer heads are as many.
@@ -180,11 +197,10 @@ def test_hopper_decodes_fp8_latents_of_few_heads_and_many_rows(gpu):
     table = cukv.PageTable(*index, 64)
     stores = fake_cupy((1024, 64, 512), "float8_e4m3fn"), fake_cupy((1024, 64, 64), "bfloat16")
     cache = cukv.MLAPagedCache(stores)
-    for num_rows, on_hopper in ((16, False), (16 * 6, True)):
+    for num_rows, wide in ((16, False), (16 * 6, True)):
         q = [fake_cupy((num_rows, 16, n), "bfloat16") for n in (512, 64)]
         cache.decode(*q, table, sm_scale=0.1, qo_indptr=fake_cupy(17, "int32"))
-        own = on_hopper and gpu.compute_capability == "90"
-        assert gpu.names() == ["plan", "mla_decode_sm90" if own else "mla_decode"]
+        assert gpu.names() == ["plan", decode_of_fp8(wide, gpu)]
 
 
 @pytest.mark.parametrize("window_left", [-1, 7])

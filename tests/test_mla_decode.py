@@ -88,6 +88,26 @@ def test_decode_takes_any_heads_page_size_and_form(xp, heads, case, rng):
     check(xp, case, rng, heads=heads)
 
 
+def fp8_latents(case, kpe_dtype, rng):
+    """Make a case's arrays of e4m3, with rotary parts of any dtype."""
+    arrays = case.arrays(rng)
+    kpe = poison(arrays.data[1].shape, as_dtype("test", "kpe", kpe_dtype))
+    kpe[case._slots(arrays.indptr, arrays.indices)] = random_rows(rng, (case.nnz, 64), kpe_dtype)
+    return arrays._replace(data=(arrays.data[0], kpe))
+
+
+# Few rows of requests: pages that a tensor map brings a step's keys of in one piece or in several,
+# of all their tokens or of the first, and beside them pages that none can.
+@pytest.mark.parametrize("page_size", [8, 16, 24, 48, 64, 128, 20])
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, (E4M3, "bfloat16"), (E4M3, E4M3)], ids=str)
+def test_few_rows_are_attended_from_pages_of_any_size(xp, page_size, dtypes, rng):
+    num = 140 if xp is cp else 3
+    lens = (*(int(n) for n in rng.integers(0, 300, num)), 0, 1, 63, 64, 65, 129)
+    case = MLACase(lens, page_size, dtype=dtypes[0], form="pair")
+    arrays = fp8_latents(case, dtypes[1], rng) if dtypes[0] == E4M3 else None
+    check(xp, case, rng, heads=16, arrays=arrays, q_dtype="bfloat16")
+
+
 # One to 17 rows, none, more rows than keys; tiles that end inside a row of heads.
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "page_size"), [(3, 17), (16, 64), (40, 64), (128, 16)])
@@ -195,16 +215,8 @@ def test_any_scale_of_the_logits(xp, heads, sm_scale, rng):
     check(xp, case, rng, heads=heads, sm_scale=sm_scale)
 
 
-def fp8_latents(case, kpe_dtype, rng):
-    """Make a case's arrays of e4m3, with rotary parts of any dtype."""
-    arrays = case.arrays(rng)
-    kpe = poison(arrays.data[1].shape, as_dtype("test", "kpe", kpe_dtype))
-    kpe[case._slots(arrays.indptr, arrays.indices)] = random_rows(rng, (case.nnz, 64), kpe_dtype)
-    return arrays._replace(data=(arrays.data[0], kpe))
-
-
 # fp8 latents with rotary parts of either kind, scales, few and many heads, causal rows. So few keys
-# are the portable kernel's: test_mla_decode_sm90.py has them read by Hopper's.
+# are not for the kernel of many rows: test_mla_decode_sm90.py has them read by it.
 @pytest.mark.parametrize("heads", [5, 16, 128])
 @pytest.mark.parametrize(
     ("kpe_dtype", "q_dtype"),

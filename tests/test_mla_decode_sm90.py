@@ -1,7 +1,7 @@
-"""Hopper's own attention over latents of fp8 gives what the definition gives, however few keys.
+"""Hopper's attention of many rows over fp8 latents gives what the definition gives by few keys too.
 
-Calls of few keys are the portable kernel's, which is faster by them; here Hopper's is chosen for
-all that it has tiles for. That of 16 bits serves the calls of test_mla_decode.py.
+Calls of few keys are for kernels of few rows, which are faster by them; here that of many is chosen
+for all that it has tiles for. That of 16 bits serves the calls of test_mla_decode.py.
 """
 
 import cupy as cp

@@ -36,29 +36,34 @@ struct LatentParams {
     int32_t evict_first;  // 1: latent rows leave the L2 first
 };
 
-// Starts bringing what a part begins with into the L2, its first TOKENS latent rows too, by THREADS
-// threads, before earlier launches have ended.
+// Starts bringing what a part begins with into the L2, its first TOKENS latent rows too, before
+// earlier launches have ended. By THREADS threads.
 template <typename CKV, typename KPE, int TOKENS, int THREADS>
-__device__ __forceinline__ void prefetch_first_rows(const LatentParams& p, int part) {
+__device__ __forceinline__ void prefetch_first_rows(
+    const LatentParams& p, int part, uint32_t thread_idx = threadIdx.x) {
     constexpr int LINE = 128;  // bytes
     constexpr int CKV_LINES = HEAD_DIM_CKV * sizeof(CKV) / LINE;
-    constexpr int SHARERS = THREADS / TOKENS;  // threads of a row
-    static_assert(SHARERS > 0 && HEAD_DIM_KPE * sizeof(KPE) <= LINE, "a row of kpe is a line");
+    constexpr int SHARERS = THREADS > TOKENS ? THREADS / TOKENS : 1;  // threads of a row
+    static_assert(HEAD_DIM_KPE * sizeof(KPE) <= LINE, "a row of kpe is a line");
     if (LAUNCHED_EARLY) {
-        if (threadIdx.x < 2) {
-            prefetch_l2((threadIdx.x == 0 ? p.work.part_begin : p.work.part_end) + part);
+        if (thread_idx < 2) {
+            prefetch_l2((thread_idx == 0 ? p.work.part_begin : p.work.part_end) + part);
         }
         const Item item = load_item_past_l1(p.work.first_items + part);
-        const int token = threadIdx.x / SHARERS;
-        Slot slot;
-        if (token < TOKENS && find_early(p.table, item, int64_t{item.first_token} + token, slot) &&
-            p.ckv.has(slot.page) && p.kpe.has(slot.page)) {
+#pragma unroll 1
+        for (int i = 0; i < TOKENS; i += THREADS / SHARERS) {
+            const int token = i + thread_idx / SHARERS;
+            Slot slot;
+            if (token < TOKENS &&
+                find_early(p.table, item, int64_t{item.first_token} + token, slot) &&
+                p.ckv.has(slot.page) && p.kpe.has(slot.page)) {
 #pragma unroll
-            for (int line = threadIdx.x % SHARERS; line < CKV_LINES; line += SHARERS) {
-                prefetch_l2(p.ckv.row(slot, 0) + line * LINE);
-            }
-            if (threadIdx.x % SHARERS == 0) {
-                prefetch_l2(p.kpe.row(slot, 0));
+                for (int line = thread_idx % SHARERS; line < CKV_LINES; line += SHARERS) {
+                    prefetch_l2(p.ckv.row(slot, 0) + line * LINE);
+                }
+                if (thread_idx % SHARERS == 0) {
+                    prefetch_l2(p.kpe.row(slot, 0));
+                }
             }
         }
     }

@@ -83,14 +83,14 @@ struct LatentFp8Producer {
         int32_t pages[2];   // of these rows of lane l; max_num_pages where there is no key
     };
 
-    const LatentSm90Params& p;
+    const LatentMappedParams& p;
     LatentFp8Smem& smem;
     const int warp_idx;  // of the four
     const uint64_t policy;
     uint32_t parities;  // bit s: of the next phase in which tile s is filled
 
     __device__ __forceinline__
-    LatentFp8Producer(const LatentSm90Params& p, LatentFp8Smem& smem, int warp_idx)
+    LatentFp8Producer(const LatentMappedParams& p, LatentFp8Smem& smem, int warp_idx)
         : p(p),
           smem(smem),
           warp_idx(warp_idx),

@@ -5,18 +5,11 @@
 // its ckv, which one warpgroup adds up; the block of kpe, once scored, makes room for the weights
 // of its step, which the other warpgroup reads, and so it goes with that one's side.
 #pragma once
+#include "common/latent_maps.cuh"
 #include "common/latent_merge.cuh"
-#include "common/ptx_sm90.cuh"
 #include "common/swizzle.cuh"
 
 namespace cukv {
-
-struct LatentSm90Params : LatentParams {
-    // Where tensor maps can read the cache: 64 columns, page_size, 8 blocks or 1, max_num_pages.
-    TensorMap ckv_map;
-    TensorMap kpe_map;
-    int32_t piece_bits;  // log2 of the tokens that one copy brings, which lie in one page
-};
 
 constexpr int LATENT_TOKENS = 64;  // of a tile
 constexpr int LATENT_TOKENS_BITS = 6;
@@ -82,7 +75,7 @@ struct LatentProducer {
         int32_t entry, page;
     };
 
-    const LatentSm90Params& p;
+    const LatentMappedParams& p;
     LatentSmem& smem;
     const int warp_idx;  // of the four
     const int stage, side;
@@ -92,7 +85,7 @@ struct LatentProducer {
     uint32_t landed_parity;
 
     __device__ __forceinline__
-    LatentProducer(const LatentSm90Params& p, LatentSmem& smem, int warp_idx)
+    LatentProducer(const LatentMappedParams& p, LatentSmem& smem, int warp_idx)
         : p(p),
           smem(smem),
           warp_idx(warp_idx),

@@ -17,6 +17,19 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// As bar_sync<ID>; gives whether `predicate` was true of any of the threads.
+template <int ID>
+__device__ __forceinline__ bool bar_red_or(int threads, bool predicate) {
+    uint32_t any;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\n"
+        "selp.u32 %0, 1, 0, q;\n}"
+        : "=r"(any)
+        : "r"(static_cast<uint32_t>(predicate)), "n"(ID), "r"(threads)
+        : "memory");
+    return any != 0;
+}
+
 // A barrier in shared memory has phases; a phase ends when `arrivals` have come and all bytes that
 // they announced have landed. Who waits names the phase by its parity: 0 for the first, then 1.
 __device__ __forceinline__ void mbarrier_init(uint64_t& barrier, int arrivals) {
