@@ -12,7 +12,7 @@ from cukv._index import pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
 from cukv._launches import are_aligned, pack_query_rows
 from cukv._plan import LONGEST_WINDOW
-from cukv._specialisations import KINDS
+from cukv._specialisations import KINDS, prefill_tiles
 from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
 
 if TYPE_CHECKING:
@@ -103,6 +103,24 @@ def is_plain(
         and options["window_left"] < 0
         and tile[1:3] == tuple(part.array.shape[3] for part in pages)
         and all(x.dtype == tile.dtype and are_aligned(x, _VECTOR_BYTES) for x in rows)
+    )
+
+
+def goes_by_halves(tile: Tile, pages: PagePair, call: PagedCall, capped: bool) -> bool:
+    """Tell whether calls leave out halves of steps (HALVES in kernels/prefill_sm80.cu).
+
+    As far as a plan knows; it must not depend on more than plans of a kind share.
+    """
+    dims = pages.first.array.shape[3], pages.planned_head_dim_vo
+    return (
+        isinstance(tile, PrefillTile)
+        and tile._replace(plain=True, paged=False) in prefill_tiles()
+        and pages.consecutive
+        and tile[:3] == (call.q.dtype, *dims)
+        and call.window_left < 0
+        and call.custom_mask is None
+        and call.levels is None
+        and not capped
     )
 
 

@@ -22,7 +22,7 @@ from cukv._attention import (
     output_dtype,
     require_plan,
 )
-from cukv._attention_launch import bind, is_plain
+from cukv._attention_launch import bind, goes_by_halves, is_plain
 from cukv._check import match_aligned, match_rows
 from cukv._geometry import DecodeTile, PrefillTile, Sm90Tile
 from cukv._index import UNIT_SCALE, host_scale, pack_scales
@@ -224,28 +224,11 @@ class PagedAttention:
             cut_cost=tile.cut_cost,
             merges=call.levels is not None and min_rows == 0,
         )
-        if not self._goes_by_halves(call, capped, tile):
+        if not goes_by_halves(tile, self._pages, call, capped):
             return cut
         # An item costs two halves of a step where others cost two steps. On an H200, 16 causal
         # requests of 1024 rows took 2 % less time than by a plan of whole steps.
         return cut._replace(step_tokens=cut.step_tokens // 2, round_steps=2 * cut.round_steps)
-
-    def _goes_by_halves(self, call: PagedCall, capped: bool, tile: Tile) -> bool:
-        """Tell whether calls leave out halves of steps (HALVES in kernels/prefill_sm80.cu).
-
-        As far as a plan knows; it must not depend on more than plans of a kind share.
-        """
-        dims = self._pages.first.array.shape[3], self._pages.planned_head_dim_vo
-        return (
-            isinstance(tile, PrefillTile)
-            and tile._replace(plain=True, paged=False) in prefill_tiles()
-            and self._pages.consecutive
-            and tile[:3] == (call.q.dtype, *dims)
-            and call.window_left < 0
-            and call.custom_mask is None
-            and call.levels is None
-            and not capped
-        )
 
     def _check(self, op: str) -> None:
         """Raise unless the kernel takes this cache."""
