@@ -70,6 +70,8 @@ class Arguments:
         kv_indptr = on(xp, np.array([0, 45, 45, 53, 753], index_dtype))
         seen = on(xp, rng.random(3 * 45 + 5 * 700) < 0.5)
         self.tree = cukv.RaggedMask(seen, self.qo_indptr, kv_indptr)
+        fp8 = MLACase((45, 0, 8, 700), 16, 512, 64, "float8_e4m3fn", "pair", index_dtype)
+        self.fp8_latent, _ = fp8.nouns(fp8.arrays(rng), xp)
 
     @property
     def rows(self):
@@ -94,6 +96,18 @@ class Arguments:
             q, options = self.latent_call(*shape)
             plans[shape] = self.latent.plan(q[0], self.latent_table, **options)
         return plans
+
+    @functools.cached_property
+    def fp8_latent_plan(self):
+        """Plan that captured calls of attention over latents of fp8 are given."""
+        return self.fp8_latent.plan(self.latent_call(4, 8)[0][0], self.latent_table)
+
+    def attend_fp8_latent(self):
+        """Attend over latents of fp8."""
+        q, _ = self.latent_call(4, 8)
+        return self.fp8_latent.decode(
+            *q, self.latent_table, sm_scale=0.07, plan=self.fp8_latent_plan, return_lse=True
+        )
 
     def attend_latent(self, *shape):
         """Attend over latents."""
@@ -186,6 +200,7 @@ CALLS = {
     "Plan.update": lambda a: a.decode_plan.update(),
     "decode": lambda a: a.kv.decode(a.q[:4], a.kv_table, plan=a.decode_plan, return_lse=True),
     "MLA decode": lambda a: a.attend_latent(4, 8),
+    "MLA decode of fp8": lambda a: a.attend_fp8_latent(),
     "MLA decode of many rows": lambda a: a.attend_latent(9, 40),
     "prefill": lambda a: a.kv.prefill(
         a.rows, a.kv_table, causal=True, plan=a.prefill_plan, return_lse=True
