@@ -7,8 +7,10 @@ import ctypes
 from typing import NamedTuple
 
 import cupy as cp
+from cases import fake_cupy
 
 from cukv import _arrays, _kernels, _latent_attention, _paged_attention, _plan, _tensor_maps
+from cukv._noun import Noun
 
 STREAM_OFFSET = 32  # in CUlaunchConfig
 
@@ -20,6 +22,18 @@ KNOWN_DEVICES = (
     _latent_attention._kinds_of,
     _paged_attention._kinds_of,
 )
+
+
+def moved(change, x):
+    """Move an array, a noun, or what has several of them."""
+    if isinstance(x, (tuple, list)):
+        return [moved(change, each) for each in x]
+    return x._map(change) if isinstance(x, Noun) else change(x)
+
+
+def fake(device, x):
+    """Make what has their shapes on a GPU that is not there."""
+    return moved(lambda array: fake_cupy(array.shape, array.dtype, device), x)
 
 
 class Launch(NamedTuple):

@@ -15,13 +15,12 @@ from typing import Any
 import cupy as cp
 import numpy as np
 import pytest
-from cases import MLACase, PagedCase, fake_cupy, on, random_rows
-from fake_gpus import FakeGpus
+from cases import MLACase, PagedCase, on, random_rows
+from fake_gpus import FakeGpus, fake, moved
 from tolerances import MERGE, assert_close, assert_same_bits, max_abs, to_numpy
 
 import cukv
 from cukv import _arrays, _kernels, _noun, _scratch, flashinfer
-from cukv._noun import Noun
 
 # Public names that neither launch nor allocate: structure, views, checks and copies on the host.
 ON_NO_DEVICE = {
@@ -481,20 +480,10 @@ def test_every_public_name_is_called_or_works_on_no_device():
 # Moving
 
 
-def moved(change, x):
-    """Move a noun or an array of NumPy."""
-    return x._map(change) if isinstance(x, Noun) else change(x)
-
-
 def real(device, x):
     """Copy an array of NumPy, or nouns of them, to a GPU."""
     with cp.cuda.Device(device):
         return moved(functools.partial(on, cp), x)
-
-
-def fake(device, x):
-    """Make what has their shapes on a GPU that is not there."""
-    return moved(lambda array: fake_cupy(array.shape, array.dtype, device), x)
 
 
 def arrays_of(results):

@@ -4,6 +4,7 @@
 its own where each array is an allocation of its own, so that a read or write beside one is seen.
 """
 
+import contextlib
 import functools
 import os
 import shutil
@@ -16,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import MLACase, PagedCase, captured, indptr_of, on, random_rows
+from fake_gpus import FakeGpus, fake
 from tolerances import to_numpy
 
 import cukv
@@ -62,6 +64,7 @@ class Arguments:
         kv_dim = head_dim // 8 * 8  # attention takes whole eights
         kv = PagedCase((45, 0, 8, 700), 16, 2, kv_dim, dtype="bfloat16", index_dtype=index_dtype)
         self.kv, self.kv_table = kv.nouns(kv.arrays(rng), xp)
+        self.num_tokens = kv.nnz
         self.q = on(xp, kv.queries(rng, 9, 8))
         latent = MLACase((45, 0, 8, 700), 16, 512, 64, "bfloat16", index_dtype=index_dtype)
         self.latent, self.latent_table = latent.nouns(latent.arrays(rng), xp)
@@ -155,7 +158,7 @@ class Arguments:
     @functools.cached_property
     def packed_kv(self):
         """Keys and values of the tokens of every request."""
-        return self.kv.gather(self.kv_table, nnz=int(to_numpy(self.kv_table.token_indptr)[-1]))
+        return self.kv.gather(self.kv_table, nnz=self.num_tokens)
 
 
 def planned(make, attend):
@@ -291,14 +294,31 @@ def test_every_call_can_be_captured_where_nothing_is_left_to_allocate(name):
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
+def kernels_of(device):
+    """Name every kernel that a device can run."""
+    arch = _kernels.arch_of(device)
+    return {name for name in _kernels.specialisations() if runs_on(name, arch)}
+
+
+@pytest.mark.parametrize("compute_capability", ["80", "90", "100"])
+def test_the_calls_launch_every_kernel_of_a_gpu_that_is_not_there(compute_capability, monkeypatch):
+    a = Arguments(np)
+    assert a.levels and a.packed_kv  # made here, where their arrays have values
+    for name in set(vars(a)) - {"xp", "num_tokens"}:
+        setattr(a, name, fake(0, getattr(a, name)))
+    with FakeGpus(monkeypatch, compute_capability) as gpus:
+        for call in CALLS.values():
+            with contextlib.suppress(cp.cuda.runtime.CUDARuntimeError):  # CuPy's own work
+                call(a)
+        assert set(gpus.names()) == kernels_of(0)
+
+
 @pytest.mark.gpu
 def test_the_calls_launch_every_kernel():
     arguments = Arguments(cp)
     for call in CALLS.values():
         call(arguments)
-    arch = _kernels.arch_of(cp.cuda.Device().id)
-    names = {name for name in _kernels.specialisations() if runs_on(name, arch)}
-    assert {key[0] for key in _kernels._loaded} >= names
+    assert {key[0] for key in _kernels._loaded} >= kernels_of(cp.cuda.Device().id)
 
 
 # What the sanitizer watches
