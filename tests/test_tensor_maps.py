@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from cases import fake_cupy
 
+from cukv import _latent_maps
 from cukv._pages import PagePair
 from cukv._ragged_pages import _RaggedPair
 from cukv._rows import Pages
+from cukv._specialisations import latent_tiles, stream_tiles
 from cukv._tensor_maps import Copies, box_of, copies_of, piece_tokens
 
 # Tokens that heads of so many elements of a dtype take at a time.
@@ -132,3 +134,89 @@ def test_tokens_may_lie_as_far_apart_as_the_kernel_counts(num_pages, reached):
     pages = fake_cupy((num_pages, 1, 32, 128))  # of 8 KB
     for array in (pages, pages[::-1]):
         assert copies(array) == (Copies(paged=True, mapped=False) if reached else None)
+
+
+# Latent rows
+
+
+def latent_parts(page_size, dtypes):
+    """Give arrays [num_pages, page_size, 1, dim] of ckv and kpe, apart and, of one dtype, beside.
+
+    The number of pages is 5.
+    """
+    pairs = [[fake_cupy((5, page_size, n), d) for n, d in zip((512, 64), dtypes, strict=True)]]
+    if len(set(dtypes)) == 1:
+        rows = fake_cupy((5, page_size + 3, 576), dtypes[0])[:, :page_size]
+        pairs.append([rows[..., :512], rows[..., 512:]])
+    return [[part[:, :, None] for part in pair] for pair in pairs]
+
+
+LATENT_DTYPES = [
+    ("bfloat16", "bfloat16"),
+    ("float8_e4m3fn", "float16"),
+    ("float8_e4m3fn", "float8_e4m3fn"),
+]
+
+
+# Pages shorter than a step, as long, longer; that do not divide it; kpe of half a span.
+@pytest.mark.parametrize("page_size", [8, 24, 64, 80, 256])
+@pytest.mark.parametrize("dtypes", LATENT_DTYPES, ids=str)
+def test_a_copy_of_latent_rows_brings_a_piece_of_a_page_and_of_one_span(
+    page_size, dtypes, monkeypatch
+):
+    made = []
+    monkeypatch.setattr(
+        _latent_maps, "encode", lambda pointer, dtype, *box: made.append((pointer, *box))
+    )
+    for parts in latent_parts(page_size, dtypes):
+        assert _latent_maps.can_be_mapped(pair(*parts))
+        made.clear()
+        piece = 1 << _latent_maps.latent_maps(pair(*parts)).piece_bits
+        assert page_size % piece == 64 % piece == piece % 8 == 0
+        for array, (pointer, box, _) in zip(parts, made, strict=True):
+            assert pointer == array.data.ptr
+            page, token, _, _ = array.strides
+            for span in range(array.shape[3] * array.itemsize // 128):
+                got = copied(array, box, (0, page_size - piece, span, 3))
+                tokens, columns = np.arange(piece) + page_size - piece, np.arange(box.box[0])
+                want = tokens[:, None] * token + 128 * span + columns * array.itemsize
+                np.testing.assert_array_equal(got[0, 0], 3 * page + want)
+            assert (copied(array, box, (0, 0, 0, 5)) == -1).all(), "a page past the end"
+    assert len(made) == 2
+
+
+def test_what_a_rotary_part_lacks_of_a_span_is_nothing():
+    (_, kpe), (_, beside) = latent_parts(16, ("float8_e4m3fn",) * 2)
+    for array in (kpe, beside):
+        got = copied(array, _latent_maps.box_of(array, 16), (0, 0, 0, 1))[0, 0]
+        assert got.shape == (16, 128)
+        assert (got[:, :64] >= 0).all() and (got[:, 64:] == -1).all()
+
+
+@pytest.mark.parametrize("dtypes", LATENT_DTYPES, ids=str)
+def test_the_l2_brings_no_more_of_rows_of_e4m3_than_a_copy_reads(dtypes, monkeypatch):
+    promotions = []
+    monkeypatch.setattr(_latent_maps, "encode", lambda *args: promotions.append(args[3]))
+    _latent_maps.latent_maps(pair(*latent_parts(16, dtypes)[0]))
+    assert promotions == [2 if dtypes[0] == "float8_e4m3fn" else 3] * 2  # of 128 or 256 bytes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: fake_cupy((5, 20, *x.shape[2:]), x.dtype),  # pages of 20 tokens
+        lambda x: x[::-1],
+        lambda x: x[:, ::-1],
+        lambda x: fake_cupy((5, 16, 1, x.shape[3] + 1), x.dtype)[..., 1:],
+        lambda x: fake_cupy((0, *x.shape[1:]), x.dtype),
+    ],
+)
+def test_latent_rows_that_no_map_can_read_are_known(change):
+    for parts in latent_parts(16, ("bfloat16",) * 2):
+        assert _latent_maps.can_be_mapped(pair(*parts))
+        assert not _latent_maps.can_be_mapped(pair(*map(change, parts)))
+
+
+def test_kernels_over_latent_rows_take_steps_of_as_many_keys_as_maps_are_made_for():
+    tiles = [*stream_tiles(), *(t for t in latent_tiles() if t.kernel == "mla_decode_sm90")]
+    assert {tile.tokens for tile in tiles} == {_latent_maps._STEP_TOKENS}
