@@ -5,7 +5,6 @@
 // compute have read a buffer, and go on into the next items.
 #pragma once
 #include "common/latent_maps.cuh"
-#include "common/latent_ring.cuh"
 #include "common/operand_tiles.cuh"
 
 namespace cukv {

@@ -6,7 +6,6 @@
 #pragma once
 #include "common/latent_merge.cuh"
 #include "common/latent_queries.cuh"
-#include "common/latent_ring.cuh"
 #include "common/logits.cuh"
 
 namespace cukv {

@@ -4,7 +4,7 @@
 // Warpgroup g scores the steps 2 i + g of an item and adds up columns [256 g, 256 (g + 1)) of all
 // steps. Tiles, barriers and who else is there: common/latent_sm90.cuh.
 #pragma once
-#include "common/latent_fp8.cuh"
+#include "common/latent_fp8_queries.cuh"
 #include "common/latent_weights.cuh"
 #include "common/products.cuh"
 #include "common/ptx_wgmma.cuh"
