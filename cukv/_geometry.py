@@ -436,7 +436,7 @@ class MlaStreamSm90Tile(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Buffers of a step."""
+        """Buffers of a step: as many as shared memory has room for."""
         return 5
 
     @property

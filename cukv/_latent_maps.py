@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from cukv._arrays import Array
     from cukv._pages import PagePair
 
-_STEP_TOKENS = 64  # LATENT_TOKENS in kernels/common/latent_sm90.cuh
+# Of both kernels: LATENT_TOKENS in kernels/common/latent_sm90.cuh, MlaStreamSm90Tile.tokens.
+_STEP_TOKENS = 64
 
 
 class LatentMaps(NamedTuple):
