@@ -89,7 +89,10 @@ def is_plain(
     sinks: Array | None,
     out: Array | None,
 ) -> bool:
-    """Tell whether a call is one that ``decode`` or ``prefill_sm80`` calls PLAIN."""
+    """Tell whether a call is one that ``decode`` or ``prefill_sm80`` calls PLAIN.
+
+    One of ``prefill_sm80`` may have a custom mask, which it calls MASKED.
+    """
     rows = (call.q,) if out is None else (call.q, out)  # a new one is contiguous, and alike
     if isinstance(tile, PrefillTile):
         suits = _has_runs(pages, tile.tokens // tile.warps)
@@ -98,7 +101,7 @@ def is_plain(
     return (
         suits
         and sinks is None
-        and call.custom_mask is None
+        and (call.custom_mask is None or isinstance(tile, PrefillTile))
         and not options["logits_soft_cap"]
         and options["window_left"] < 0
         and tile[1:3] == tuple(part.array.shape[3] for part in pages)

@@ -102,6 +102,7 @@ class PrefillTile(NamedTuple):
     aligned: bool  # keys and values are moved 16 bytes at a time
     plain: bool = False  # for calls that have no options: PLAIN in kernels/prefill_sm80.cu
     paged: bool = True  # plain: keys and values are not packed
+    masked: bool = False  # plain: the work list has a custom mask
 
     @property
     def kernel(self) -> str:
@@ -165,6 +166,7 @@ class PrefillTile(NamedTuple):
             "ALIGNED": str(self.aligned).lower(),
             "PLAIN": str(self.plain).lower(),
             "PAGED": str(self.paged).lower(),
+            "MASKED": str(self.masked).lower(),
         }
 
 

@@ -435,7 +435,8 @@ class PagedAttention:
         if isinstance(tile, PrefillTile):
             plain = call.levels is None and is_plain(tile, self._pages, call, options, sinks, out)
             paged = not (plain and self._pages.consecutive)
-            wide = tile._replace(plain=plain, paged=paged)
+            masked = plain and call.custom_mask is not None
+            wide = tile._replace(plain=plain, paged=paged, masked=masked)
             return wide if wide in prefill_tiles() else tile, grid
         if not isinstance(tile, Sm90Tile):
             return tile, grid

@@ -98,12 +98,13 @@ def _run_ring(tile: PrefillTile, steps: Field) -> tuple[Field, Field]:
     )
     page = _array(_INT, 2)
     own = _struct(
-        runs=_array(_struct(16, page=page, entry=_INT, num_keys=_INT), 2),
+        runs=_array(_struct(16, page=page, entry=_INT, num_keys=_INT), 4 if tile.masked else 2),
         tokens=_array(_INT, 2),
         first_page=_INT,
         end_token=_INT,
         item_idx=_INT,
         end_item=_INT,
+        mask_entry=_INT,
     )
     return buffers, own
 

@@ -73,7 +73,8 @@ def prefill_tiles() -> tuple[PrefillTile, ...]:
             for aligned in (True, False)
         ]
     plain = [t._replace(plain=True) for t in tiles if t.warp_rows == 32 and t.dtype not in FP8]
-    return (*tiles, *plain, *(t._replace(paged=False) for t in plain))
+    packed = [t._replace(paged=False) for t in plain]
+    return (*tiles, *plain, *packed, *(t._replace(masked=True) for t in packed))
 
 
 @functools.cache

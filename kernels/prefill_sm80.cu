@@ -12,6 +12,9 @@
 // or PAGED so that the rows of a step that a warp copies are of one page. They are found all at
 // once (common/run_ring.cuh), which leaves a fifth less to do beside a step's products.
 //
+// MASKED: a plain call but for a custom mask, of packed keys. A step comes with its entry of the
+// mask (common/mask.cuh), whose bits are read where rows see a part of it.
+//
 // Bound by tensor cores: 2 * (head_dim + head_dim_vo) operations per row and key.
 // Host: cukv/paged.py PagedKVCache.prefill, cukv/ragged.py RaggedTensor.prefill
 // Reference: cukv/reference.py prefill
@@ -28,11 +31,16 @@ using PrefillSm80Params = AttentionParams;
 static_assert(
     sizeof(PrefillSm80Params) == PARAMS_BYTES, "host and device disagree on the parameters");
 
-// The parameters of a plain call, which may be causal but has no levels here, or as given.
-template <bool PLAIN, typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO>
+// The parameters of a plain call, which may be causal but has no levels here, or as given. A mask
+// replaces causal.
+template <bool PLAIN, bool MASKED, typename KV, int HEAD_DIM_QK, int HEAD_DIM_VO>
 __device__ __forceinline__ decltype(auto) params_of(const PrefillSm80Params& given) {
     if constexpr (PLAIN) {
         PrefillSm80Params p = plain_params<KV, HEAD_DIM_QK, HEAD_DIM_VO>(given);
+        if constexpr (MASKED) {
+            p.work.mask = given.work.mask;
+            p.causal = 0;
+        }
         p.first_seen = p.levels.q_rows = p.levels.o_rows = nullptr;
         p.levels.num_rows = int64_t{1} << 62;  // no row is behind those of levels
         return p;
@@ -51,15 +59,17 @@ template <
     int TOKENS,
     bool ALIGNED,
     bool PLAIN,
-    bool PAGED>
+    bool PAGED,
+    bool MASKED>
 struct PrefillCta {
     static constexpr int THREADS = WARPS * WARP_SIZE, ROWS = WARPS * WARP_ROWS;
     static constexpr int M_TILES = WARP_ROWS / 16;
     static_assert(ALIGNED || !PLAIN, "rows of a plain call are moved in whole vectors");
+    static_assert(PLAIN || !MASKED, "other calls are told at run time whether they have a mask");
 
     using Ring = typename Select<
         PLAIN,
-        RunRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, WARPS, PAGED>,
+        RunRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, WARPS, PAGED, MASKED>,
         SharedRing<KV, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS, WARPS>>::type;
     using Loader = typename Select<
         PLAIN,
@@ -122,10 +132,11 @@ template <
     int MIN_CTAS,
     bool ALIGNED,
     bool PLAIN,
-    bool PAGED>
+    bool PAGED,
+    bool MASKED>
 __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     prefill_sm80(const __grid_constant__ PrefillSm80Params given) {
-    const auto& p = params_of<PLAIN, KV, HEAD_DIM_QK, HEAD_DIM_VO>(given);
+    const auto& p = params_of<PLAIN, MASKED, KV, HEAD_DIM_QK, HEAD_DIM_VO>(given);
     constexpr int AT_ONCE = SHORT_OF_REGISTERS && SCORES > 32 ? 32 : SCORES;
     // Whether what loads other steps goes between the products of one: with two CTAs an SM there
     // are few warps to compute meanwhile.
@@ -133,10 +144,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     // Of packed keys an item's last step, and others that rows see a part of, go by halves: those
     // that no row of a warp sees are left out, and there are registers to load queries meanwhile.
     // Pages have one way for all steps: two took 2 % longer on an H200, with 512 rows on 8192 keys.
-    constexpr bool HALVES = PLAIN && !PAGED && WEAVES;
+    // So have masks, which may show a part of every step.
+    constexpr bool HALVES = PLAIN && !PAGED && !MASKED && WEAVES;
     constexpr int PART = HALVES ? TOKENS / 2 : AT_ONCE;  // of a step that is not woven
-    using Cta =
-        PrefillCta<KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, ALIGNED, PLAIN, PAGED>;
+    using Cta = PrefillCta<
+        KV, HEAD_DIM_QK, HEAD_DIM_VO, WARP_ROWS, WARPS, TOKENS, ALIGNED, PLAIN, PAGED, MASKED>;
     using Ring = typename Cta::Ring;
     static_assert(
         !WEAVES || TOKENS / 16 * Cta::Fragments::K_STEPS >= 4 * Ring::GROUPS,
@@ -194,8 +206,9 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             if constexpr (PLAIN && !PAGED) {  // are_keys() does not say where packed keys end
                 Sight& sight = own.sight;
                 sight.end_token = min(sight.end_token, own.item().end_token);
-                // No step that is seen whole is an item's last.
-                sight.all_to = smem.late_scale == 0.0f ? 0 : min(sight.all_to, sight.end_token - 1);
+                // No step that is seen whole is an item's last, but under a mask.
+                const int32_t last = sight.end_token - (MASKED ? 0 : 1);
+                sight.all_to = smem.late_scale == 0.0f ? 0 : min(sight.all_to, last);
             }
         }
         if (!own.is_last()) {
@@ -211,6 +224,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     p, smem.q, warp_first, Cta::Results::own_rows(own.next()), smem.kv_head);
             }
         };
+        int32_t mask_entry = 0;  // of the step, if MASKED
         // Scores, which are zero, and sums of as many keys, from `first` of the step on.
         const auto attend = [&](auto& s, int32_t step_token, int first, int32_t mask_class) {
             constexpr int NUM = sizeof(s[0]) / sizeof(s[0][0]) * 8;
@@ -250,8 +264,12 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                     late_scale = 1.0f;
                 }
                 if (!sees_all) {
-                    const int32_t num_tokens = own.item().end_token - step_token;
-                    hide(p, sight, s, token, smem.ring.key_bits(step, num_tokens) >> first);
+                    if constexpr (MASKED) {
+                        hide_listed(p, sight, s, mask_entry, token);
+                    } else {
+                        const int32_t num_tokens = own.item().end_token - step_token;
+                        hide(p, sight, s, token, smem.ring.key_bits(step, num_tokens) >> first);
+                    }
                 }
                 warp.find_largest(largest, s);
             }
@@ -269,15 +287,21 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
                 });
             look_ups.finish();
         };
+        const auto class_from = [&](int32_t token) {
+            return MASKED ? class_of(mask_entry, token) : own.sight.mask_class(p, token);
+        };
 #pragma unroll 1
         for (int32_t token = own.item().first_token, end_token = own.item().end_token;
              token < end_token; token += TOKENS, ++step) {
             cp_async_commit_group();
             const int32_t end_seen = own.sight.end_token, all_to = own.sight.all_to;
+            if constexpr (MASKED) {
+                mask_entry = own.ring.entry(step);
+            }
             cp_async_wait_group<0>();
             __syncthreads();  // all copies have landed, and the other buffer has been read
             if constexpr (WEAVES) {
-                const int32_t mask_class = own.sight.mask_class(p, token);
+                const int32_t mask_class = class_from(token);
                 if (HALVES ? token + TOKENS <= all_to : token < end_seen && mask_class != EMPTY) {
                     typename Cta::template Scores<TOKENS> s = {};
                     attend(s, token, 0, mask_class);
@@ -288,7 +312,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             if constexpr (HALVES || !WEAVES) {
 #pragma unroll 1
                 for (int first = 0; first < TOKENS && token + first < end_seen; first += PART) {
-                    const int32_t mask_class = own.sight.mask_class(p, token + first);
+                    const int32_t mask_class = class_from(token + first);
                     if (mask_class != EMPTY) {
                         typename Cta::template Scores<PART> s = {};
                         attend(s, token, first, mask_class);

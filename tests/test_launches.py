@@ -306,12 +306,43 @@ def test_caches_of_fp8_or_narrower_than_their_tile_keep_all_code(
         ({"logits_soft_cap": 30.0}, False),
         ({"sinks": fake_cupy(HEADS, "float32")}, False),
         ({"out": fake_cupy((NNZ, HEADS, 128), "float32")}, False),
-        ({"custom_mask": next(mask for mask in masks() if mask is not None)}, False),
     ],
 )
 def test_prefill_without_options_has_a_tile_without_their_code_if_keys_lie_in_runs(
     options, plain, page_size, tiles, monkeypatch
 ):
+    plain = plain and page_size != 8
+    expected = (plain, not (plain and page_size is None), False)
+    assert tiles_of_prefill(options, page_size, tiles, monkeypatch) == [expected]
+
+
+MASK = next(mask for mask in masks() if mask is not None)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(
+    ("options", "head_dim", "masked"),
+    [
+        ({}, 128, True),
+        ({}, 64, True),
+        ({}, 96, False),  # narrower than its tile
+        ({"causal": True, "window_left": 5, "k_scale": 2.0, "return_lse": True}, 128, True),
+        ({"logits_soft_cap": 30.0}, 128, False),
+        ({"sinks": fake_cupy(HEADS, "float32")}, 128, False),
+    ],
+)
+def test_packed_keys_under_a_mask_have_a_tile_without_the_code_of_other_options(
+    options, head_dim, masked, page_size, tiles, monkeypatch
+):
+    masked = masked and page_size is None
+    found = tiles_of_prefill(
+        {"custom_mask": MASK, **options}, page_size, tiles, monkeypatch, head_dim
+    )
+    assert found == [(masked, not masked, masked)]
+
+
+def tiles_of_prefill(options, page_size, tiles, monkeypatch, head_dim=128):
+    """Attend to pages, or to packed keys: how tiles are plain, paged and masked."""
     table = cukv.PageTable(
         fake_cupy(BATCH + 1, "int32"),
         fake_cupy(12, "int32"),
@@ -319,16 +350,15 @@ def test_prefill_without_options_has_a_tile_without_their_code_if_keys_lie_in_ru
         page_size or PAGE_SIZE,
     )
     with FakeGpus(monkeypatch, "80"):
-        q = cukv.RaggedTensor(queries(NNZ), fake_cupy(BATCH + 1, "int32"))
+        q = cukv.RaggedTensor(queries(NNZ, head_dim), fake_cupy(BATCH + 1, "int32"))
         if page_size is None:
-            k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, 128), "bfloat16"), q.indptr)
+            k = cukv.RaggedTensor(fake_cupy((NNZ, KV_HEADS, head_dim), "bfloat16"), q.indptr)
             q.prefill(k, k, **options)
         else:
-            data = fake_cupy((12, 2, page_size, KV_HEADS, 128), "bfloat16")
+            data = fake_cupy((12, 2, page_size, KV_HEADS, head_dim), "bfloat16")
             cukv.PagedKVCache(data).prefill(q, table, **options)
-    wide = [(tile.plain, tile.paged) for tile in tiles if tile.kernel == "prefill_sm80"]
-    plain = plain and page_size != 8
-    assert wide == [(plain, not (plain and page_size is None))]
+    wide = [tile for tile in tiles if tile.kernel == "prefill_sm80"]
+    return [(tile.plain, tile.paged, tile.masked) for tile in wide]
 
 
 @pytest.mark.parametrize("entry", ["plan", "prefill"])

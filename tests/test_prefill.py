@@ -188,6 +188,21 @@ def test_any_mask_on_any_rows_and_keys(page_size, heads, rng):
             assert_same_bits(got, to_numpy(other))
 
 
+# Packed keys under a mask have tiles of their own: of steps of all classes, the last of them short,
+# and of items without keys between others.
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 2), (6, 2), (2, 2)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_any_mask_on_packed_keys(dtype, dims, heads, portable, rng):
+    shapes = [(150, 333), (90, 515), (33, 97), (64, 40), (70, 700), (130, 1300), (270, 270)]
+    call = Call(rng, shapes, heads=heads, dims=dims, dtype=dtype).draw(rng, *KINDS)
+    for options in ({}, {"window_left": 41}, {"sm_scale": -0.3}, {"sm_scale": 0.0}):
+        want = call.define(**options)
+        for bits in (True, False):
+            call.check(call.attend(True, bits=bits, **options), want)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_under_a_mask(kind, rng):

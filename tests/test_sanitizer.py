@@ -446,6 +446,7 @@ def attend_under_masks(cache, table, num_qo_heads, rng):
     """Attend from few rows and from many under masks of both kinds, too short, and of garbage."""
     kv_lens = np.array([45, 0, 8, 900, 1])
     head_dim, dtype = cache.head_dim, "float16" if cache.dtype == np.float16 else "bfloat16"
+    packed = cache.gather(table, dtype=dtype)
     for qo_lens in ((1, 2, 0, 3, 1), (90, 0, 7, 130, 3)):
         q = random_rows(rng, (sum(qo_lens), num_qo_heads, head_dim), dtype)
         rows = cukv.RaggedTensor(on(cp, q), indptr_of(qo_lens).tolist())
@@ -463,6 +464,7 @@ def attend_under_masks(cache, table, num_qo_heads, rng):
                     x[...] = garbage(rng, len(x), x.dtype, kind)
                 plan.update()
                 cache.prefill(rows, table, custom_mask=mask, plan=plan, window_left=300)
+            rows.prefill(*packed, custom_mask=mask)
 
 
 def attend(first):

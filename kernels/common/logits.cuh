@@ -94,23 +94,25 @@ struct Sight {
     // The class of the half step that a token is in, for all rows of the tile.
     template <typename Params>
     __device__ __forceinline__ int32_t mask_class(const Params& p, int32_t token) const {
-        return p.work.mask.given() ? p.work.mask.class_of(mask_entry, token) : FULL;
+        return p.work.mask.given() ? class_of(p.work.mask.entry_of(mask_entry, token), token)
+                                   : FULL;
     }
 
-    // Where the bit of a token is in the mask of a row.
+    // Where the bit of a token of `entry` is in the mask of a row.
     template <typename Params>
     __device__ __forceinline__ const uint32_t* mask_word(
-        const Params& p, int row, int32_t token) const {
+        const Params& p, int row, int32_t entry, int32_t token) const {
         const MaskTiles& mask = p.work.mask;
         const int32_t tile_row = first_row & -(1 << mask.row_bits);
         const uint32_t query = p.group.quotient(first_row + row) - p.group.quotient(tile_row);
-        return mask.word(mask_entry, token) + query * MASK_WORDS;
+        return mask.word(mask_entry, entry, token) + query * MASK_WORDS;
     }
 
     template <typename Params>
     __device__ __forceinline__ bool sees(const Params& p, int row, int32_t token) const {
         if (p.work.mask.given()) {
-            return *mask_word(p, row, token) >> token % 32 & 1;
+            const int32_t entry = p.work.mask.entry_of(mask_entry, token);
+            return *mask_word(p, row, entry, token) >> token % 32 & 1;
         }
         return (!p.causal || token <= position(p, row)) &&
                (p.window_left < 0 || token >= first_seen(p, row));

@@ -38,6 +38,11 @@ __device__ __forceinline__ int32_t half_entry(int32_t entry, int half_idx) {
     return ((entry >> 4) * 2 + half_idx) << 4 | own << 2 | own;
 }
 
+// Of the keys around a listed one of `entry` that share its class.
+__device__ __forceinline__ int32_t class_of(int32_t entry, uint32_t listed) {
+    return entry >> listed / MASK_HALF % 2 * 2 & 3;
+}
+
 struct MaskTile {
     int32_t first_entry;
     int32_t num_tokens;  // listed keys; the last step of a request may be short
@@ -62,23 +67,21 @@ struct MaskTiles {
         return static_cast<int32_t>(int64_t{first_q_row} * group_size >> row_bits) + request_idx;
     }
 
+    // The entry of a listed key.
+    __device__ __forceinline__ int32_t entry_of(int32_t first_entry, int32_t listed) const {
+        return entries[first_entry + listed / MASK_STEP];
+    }
+
     // The position of a listed key within its request.
     __device__ __forceinline__ int32_t position(int32_t first_entry, int32_t listed) const {
-        const int32_t step = entries[first_entry + listed / MASK_STEP] >> 4;
-        return step * MASK_STEP + listed % MASK_STEP;
+        return (entry_of(first_entry, listed) >> 4) * MASK_STEP + listed % MASK_STEP;
     }
 
-    // Of the keys around a listed one that share its class.
-    __device__ __forceinline__ int32_t class_of(int32_t first_entry, int32_t listed) const {
-        const int32_t entry = entries[first_entry + listed / MASK_STEP];
-        return entry >> listed / MASK_HALF % 2 * 2 & 3;
-    }
-
-    // The word of the tile's first query that has the bit of a listed key, bit `listed % 32`; those
-    // of the other queries are MASK_WORDS further on each.
-    __device__ __forceinline__ const uint32_t* word(int32_t first_entry, int32_t listed) const {
-        const int32_t step = entries[first_entry + listed / MASK_STEP] >> 4;
-        const int64_t row = int64_t{first_entry + step} * tile_queries;
+    // The word of the tile's first query that has the bit of a listed key of `entry`, bit
+    // `listed % 32`; those of the other queries are MASK_WORDS further on each.
+    __device__ __forceinline__ const uint32_t* word(
+        int32_t first_entry, int32_t entry, int32_t listed) const {
+        const int64_t row = int64_t{first_entry + (entry >> 4)} * tile_queries;
         return words + row * MASK_WORDS + listed / 32 % MASK_WORDS;
     }
 };

@@ -15,12 +15,14 @@ struct RowBits {
 
     uint32_t words[M_TILES * 2][WORDS];
 
-    // Those of a mask, of the listed keys from `token` on, a multiple of as many as are scored.
+    // Those of a mask, of the listed keys of `entry` from `token` on, a multiple of as many as are
+    // scored.
     template <typename Params>
-    __device__ __forceinline__ void load_mask(const Params& p, const Sight& sight, int32_t token) {
+    __device__ __forceinline__ void load_mask(
+        const Params& p, const Sight& sight, int32_t entry, int32_t token) {
 #pragma unroll
         for (int i = 0; i < M_TILES * 2; ++i) {
-            const uint32_t* from = sight.mask_word(p, lane_row(i / 2, i % 2), token);
+            const uint32_t* from = sight.mask_word(p, lane_row(i / 2, i % 2), entry, token);
             if constexpr (WORDS == 2) {
                 const uint2 pair = *reinterpret_cast<const uint2*>(from);
                 words[i][0] = pair.x;
@@ -77,6 +79,20 @@ struct RowBits {
     }
 };
 
+// Hides the scores of the listed keys of `entry` from `token` on that rows do not see under a mask,
+// or that are none.
+template <int M_TILES, int TILES, typename Params>
+__device__ __forceinline__ void hide_listed(
+    const Params& p,
+    const Sight& sight,
+    float (&s)[M_TILES][TILES][4],
+    int32_t entry,
+    int32_t token) {
+    RowBits<M_TILES, (TILES + 3) / 4> bits;
+    bits.load_mask(p, sight, entry, token);
+    bits.apply(s, static_cast<typename UintOf<TILES>::type>(~uint64_t{0}));
+}
+
 // Hides the scores of the keys from `token` on that rows do not see; bit t of `keys`: whether the
 // t-th is one.
 template <int M_TILES, int TILES, typename Params>
@@ -88,7 +104,7 @@ __device__ __forceinline__ void hide(
     uint64_t keys) {
     RowBits<M_TILES, (TILES + 3) / 4> bits;
     if (sight.mask_class(p, token) == MIXED) {
-        bits.load_mask(p, sight, token);
+        bits.load_mask(p, sight, p.work.mask.entry_of(sight.mask_entry, token), token);
     } else {
         bits.limit(p, sight, token);
     }

@@ -1,8 +1,9 @@
 // The same two buffers as common/shared_ring.cuh where keys lie in runs: the rows of a step that a
 // warp copies lie one behind the other, in one page or packed. So they are found all at once.
 //
-// Packed keys are found without a look-up. Page ids come by asynchronous copies, of step n + 2
-// while step n is computed, and rows by them, of step n + 1.
+// Packed keys are found without a look-up. Page ids, or the entries of a mask that packed keys are
+// listed by, come by asynchronous copies, of step n + 2 while step n is computed, and rows by them,
+// of step n + 1.
 //
 //   row of a step = warp * OWN_ROWS + own row, of which R are copied at once
 #pragma once
@@ -11,12 +12,24 @@
 
 namespace cukv {
 
-// PAGED: keys are in pages of a multiple of OWN_ROWS tokens; else packed.
-template <typename KV_, int HEAD_DIM_QK, int HEAD_DIM_VO, int TOKENS_, int WARPS_, bool PAGED_>
+// PAGED: keys are in pages of a multiple of OWN_ROWS tokens; else packed. MASKED: there is a mask.
+template <
+    typename KV_,
+    int HEAD_DIM_QK,
+    int HEAD_DIM_VO,
+    int TOKENS_,
+    int WARPS_,
+    bool PAGED_,
+    bool MASKED_>
 struct RunRing : SharedRing<KV_, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS_, WARPS_> {
     using Base = SharedRing<KV_, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS_, WARPS_>;
     using Base::TOKENS, Base::WARPS, Base::STAGES, Base::BYTES, Base::OWN_ROWS;
-    static constexpr bool PAGED = PAGED_;
+    static constexpr bool PAGED = PAGED_, MASKED = MASKED_;
+    // Steps whose runs are kept: the one that is copied and the one that is looked up; under a mask
+    // the one that is computed too.
+    static constexpr int RUNS = MASKED ? 4 : 2;
+    static_assert(!(PAGED && MASKED), "a step is looked up once");
+    static_assert(!MASKED || TOKENS == MASK_HALF, "a step has one entry, and one class");
     static_assert(OWN_ROWS % 8 == 0, "a warp's rows are swizzled alike");
     static_assert(TOKENS <= 64, "bits say which rows are keys");
     static_assert(WARPS == 4, "a word says of all warps' runs how many keys they have");
@@ -59,25 +72,32 @@ struct RunRing : SharedRing<KV_, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS_, WARPS_> {
     };
 
     struct alignas(16) RunPlace {
-        IndexEntry page;   // that was looked up, if there are keys
-        uint32_t entry;    // of the first row within it
+        IndexEntry page;   // that was looked up, if there are keys; of a mask, `low` is the entry
+        uint32_t entry;    // of the first row within it; of a mask, the row if it were of step 0
         int32_t num_keys;  // if there is such a page
     };
 
     // What a warp knows of steps to come; in shared memory because steps need all registers.
     struct Own {
-        RunPlace runs[2];  // by the parity of the step
+        RunPlace runs[RUNS];  // of steps in turn
         // Where the step is that is looked up next, or of packed keys copied next.
         int32_t tokens[2];  // its first, by the parity of the step
         int32_t first_page, end_token;
         int32_t item_idx, end_item;
+        int32_t mask_entry;  // of the item's tile, under a mask
+
+        // The entry of the mask of a step that is computed.
+        __device__ __forceinline__ int32_t entry(uint32_t step) const {
+            return runs[step % RUNS].page.low;
+        }
     };
 };
 
 // Fills the buffers of a part. Params: table, work, k_cache, v_cache.
 template <typename Ring, typename Params>
 struct RunLoader {
-    static constexpr int AHEAD = Ring::PAGED ? 2 : 1;  // steps that look_up() is ahead
+    // Steps that look_up() is ahead.
+    static constexpr int AHEAD = Ring::PAGED || Ring::MASKED ? 2 : 1;
 
     const Params& p;
     typename Ring::Buffers& buffers;
@@ -112,6 +132,9 @@ struct RunLoader {
         own.first_page = first.first_page;
         own.end_token = first.end_token;
         own.tokens[0] = first.first_token;
+        if constexpr (Ring::MASKED) {
+            own.mask_entry = first.mask_entry;
+        }
         if (first.first_token >= first.end_token) {
             leave(0);
         }
@@ -119,7 +142,7 @@ struct RunLoader {
 
     // Starts copying step 0, and looks up what this and the ones behind it need.
     __device__ __forceinline__ void start() const {
-        if (Ring::PAGED && look_up(0)) {
+        if (AHEAD == 2 && look_up(0)) {
             leave(1);
         }
         cp_async_commit_group();
@@ -159,7 +182,7 @@ struct RunLoader {
             v_from = lane.v_from;
             uint32_t row;
             if constexpr (Ring::PAGED) {
-                const auto at = loader.own.runs[step % 2];
+                const auto at = loader.own.runs[step % Ring::RUNS];
                 const int64_t id = at.page.value(p.table.indices);
                 const int64_t num_pages = min(p.k_cache.max_num_pages, p.v_cache.max_num_pages);
                 const bool is_page = static_cast<uint64_t>(id) < static_cast<uint64_t>(num_pages);
@@ -169,6 +192,11 @@ struct RunLoader {
                 k_from = on(k_from, page, p.k_cache.page_stride);
                 v_from = on(v_from, page, p.v_cache.page_stride);
                 row = at.entry;
+            } else if constexpr (Ring::MASKED) {
+                const auto at = loader.own.runs[step % Ring::RUNS];
+                num_keys = at.num_keys;
+                const int32_t mask_step = num_keys > 0 ? at.page.low >> 4 : 0;
+                row = at.entry + mask_step * MASK_STEP;
             } else {
                 const int32_t token = loader.own.tokens[step % 2] + Ring::first_row();
                 num_keys = loader.own.end_token - token;
@@ -235,7 +263,7 @@ struct RunLoader {
         }
     };
 
-    // Says where the step behind `step` is, and starts looking up the page ids of this one. True:
+    // Says where the step behind `step` is, and starts looking up what this one is found by. True:
     // nowhere in its item, so that leave() must come before it is looked up.
     __device__ __forceinline__ bool look_up(uint32_t step) const {
         const int32_t step_token = own.tokens[step % 2], end_token = own.end_token;
@@ -246,11 +274,20 @@ struct RunLoader {
             const Index& indices = p.table.indices;
             const uint32_t page_idx = pages.quotient(token);
             const int64_t i = own.first_page + static_cast<int64_t>(page_idx);
-            auto& to = own.runs[step % 2];
+            auto& to = own.runs[step % Ring::RUNS];
             to.entry = token - page_idx * pages.divisor;
             to.num_keys = num_keys;
             const bool is_given = num_keys > 0 && tid_x() % WARP_SIZE == 0;
             copy_entry(to.page, indices, i, is_given);
+        } else if constexpr (Ring::MASKED) {
+            auto& to = own.runs[step % Ring::RUNS];
+            const uint32_t listed = step_token;
+            const int num_entries = step_token < end_token ? 1 : 0;  // for a lane each
+            to.entry = own.first_page + listed % MASK_STEP + Ring::first_row();
+            to.num_keys = end_token - step_token - Ring::first_row();
+            cp_async_4_if(
+                static_cast<int>(tid_x() % WARP_SIZE) < num_entries, smem_address(&to.page.low),
+                p.work.mask.entries + own.mask_entry + listed / MASK_STEP);
         }
         own.tokens[(step + 1) % 2] = step_token + Ring::TOKENS;  // by every lane the same
         return step_token + Ring::TOKENS >= end_token;
@@ -262,16 +299,21 @@ struct RunLoader {
         int32_t item_idx = own.item_idx;
         int32_t first_page = own.first_page, end_token = own.end_token;
         int32_t token = own.tokens[step % 2];
+        int32_t mask_entry = own.mask_entry;
         next_with_keys(p.work, item_idx, own.end_item, [&](const Item& item) {
             first_page = item.first_page;
             end_token = item.end_token;
             token = item.first_token;
+            mask_entry = item.mask_entry;
         });
         __syncwarp();  // every lane has read it
         own.item_idx = item_idx;
         own.first_page = first_page;
         own.end_token = end_token;
         own.tokens[step % 2] = token;
+        if constexpr (Ring::MASKED) {
+            own.mask_entry = mask_entry;
+        }
     }
 };
 
