@@ -495,6 +495,10 @@ def attend(first):
         off.decode(misaligned(q), table, out=out)
         cache.decode(q, table, plan=cache.plan(q, table, batch_invariant=True), return_lse=True)
         attend_under_masks(cache, table, 2 * group_size, rng)
+        many = case.queries(rng, 230, 2 * group_size)
+        rows = cukv.RaggedTensor(on(cp, many), [0, 90, 90, 97, 227, 230])
+        cache.prefill(rows, table, causal=True)
+        rows.prefill(*cache.gather(table, dtype=rows.dtype), causal=True)
         if i < 2:
             for kind in ("any bits", "near", "extremes"):
                 for index_type in (np.int32, np.int64):

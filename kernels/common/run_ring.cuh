@@ -82,8 +82,8 @@ struct RunRing : SharedRing<KV_, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS_, WARPS_> {
         RunPlace runs[RUNS];  // of steps in turn
         // Where the step is that is looked up next, or of packed keys copied next.
         int32_t tokens[2];  // its first, by the parity of the step
+        int32_t item_idx, end_item;  // not beside tokens what is read as one of them is written
         int32_t first_page, end_token;
-        int32_t item_idx, end_item;
         int32_t mask_entry;  // of the item's tile, under a mask
 
         // The entry of the mask of a step that is computed.
@@ -142,6 +142,7 @@ struct RunLoader {
 
     // Starts copying step 0, and looks up what this and the ones behind it need.
     __device__ __forceinline__ void start() const {
+        __syncwarp();  // where step 0 is
         if (AHEAD == 2 && look_up(0)) {
             leave(1);
         }
@@ -296,6 +297,7 @@ struct RunLoader {
     // From the end of an item to the next one with keys, where step `step` is; behind the last
     // there are none.
     __device__ __forceinline__ void leave(uint32_t step) const {
+        __syncwarp();  // every lane has written where the item's last step is
         int32_t item_idx = own.item_idx;
         int32_t first_page = own.first_page, end_token = own.end_token;
         int32_t token = own.tokens[step % 2];
