@@ -81,7 +81,7 @@ struct RunRing : SharedRing<KV_, HEAD_DIM_QK, HEAD_DIM_VO, TOKENS_, WARPS_> {
     struct Own {
         RunPlace runs[RUNS];  // of steps in turn
         // Where the step is that is looked up next, or of packed keys copied next.
-        int32_t tokens[2];  // its first, by the parity of the step
+        int32_t tokens[2];           // its first, by the parity of the step
         int32_t item_idx, end_item;  // not beside tokens what is read as one of them is written
         int32_t first_page, end_token;
         int32_t mask_entry;  // of the item's tile, under a mask
