@@ -9,7 +9,7 @@ import numpy as np
 
 from cukv import reference
 from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home, read_only_reason
-from cukv._check import match, match_dtype, match_rows, match_writable
+from cukv._check import is_boolean, match, match_dtype, match_rows, match_writable
 from cukv._index import host_scale
 from cukv._plan import Plan
 from cukv.masks import Mask, PackedMask, RaggedMask
@@ -95,7 +95,7 @@ def check_window(op: str, window_left: int) -> int:
         window = int(window_left)
     except (TypeError, ValueError, OverflowError):
         window = -2
-    if window != window_left or window < -1:
+    if window != window_left or window < -1 or is_boolean(window_left):
         raise ValueError(f"{op}: window_left must be a whole number, -1 = off, got {window_left}")
     return min(window, _LONGEST_WINDOW)
 
@@ -106,9 +106,9 @@ def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
         return None
     try:
         cap = float(logits_soft_cap)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         cap = math.nan
-    if not 0 <= cap < math.inf:
+    if not 0 <= cap < math.inf or is_boolean(logits_soft_cap):
         raise ValueError(
             f"{op}: logits_soft_cap must be finite and 0 or more (0 = off), got {logits_soft_cap}"
         )

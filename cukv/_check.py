@@ -90,16 +90,30 @@ def whole_number(op: str, name: str, x: Any, low: int) -> int:
         number = operator.index(x)
     except TypeError:
         raise TypeError(f"{op}: {name} must be an integer, got {x!r}") from None
-    if isinstance(x, (bool, np.bool_)):
+    if is_boolean(x):
         raise TypeError(f"{op}: {name} must be an integer, got {x!r}")
     if number < low:
         raise ValueError(f"{op}: {name} must be {low} or more, got {x}")
     return number
 
 
+def truth(op: str, name: str, x: Any) -> bool:
+    """Give an option that is on or off as a bool. Arrays are none: a GPU's would be read."""
+    if x is True or x is False:
+        return x
+    if not isinstance(x, (int, np.bool_)):
+        raise TypeError(f"{op}: {name} must be True or False, got {type(x)}")
+    return bool(x)
+
+
+def is_boolean(x: Any) -> bool:
+    """Tell a truth value, which is no number here though Python counts with it."""
+    return isinstance(x, (bool, np.bool_))
+
+
 def request_number(noun: str, i: Any, batch_size: int) -> int:
     """Give a request's number from 0, where negative ones count from the end; or raise."""
-    if not isinstance(i, (int, np.integer)):
+    if is_boolean(i) or not isinstance(i, (int, np.integer)):
         raise TypeError(f"{noun}: a request is named by an integer, got {i!r}")
     if not -batch_size <= i < batch_size:
         raise IndexError(f"{noun}: request {i} of {batch_size}")

@@ -20,7 +20,7 @@ from cukv._attention import (
     plan_key,
     require_plan,
 )
-from cukv._check import match, match_dtype, match_index, match_rows
+from cukv._check import match, match_dtype, match_index, match_rows, truth
 from cukv._geometry import MlaDecodeSm90Tile, MlaStreamSm90Tile
 from cukv._index import as_index, host_scale, pack_divisor
 from cukv._kernels import BoundLaunch, arch_of, kernel, num_sms
@@ -94,7 +94,7 @@ class LatentCall(NamedTuple):
             q_nope = as_array(op, "q_nope", q_nope)
         if type(qo_indptr) not in AS_GIVEN:
             qo_indptr = as_index(op, "qo_indptr", qo_indptr, table.indptr)
-        return cls(op, q_nope, qo_indptr, table, bool(causal))
+        return cls(op, q_nope, qo_indptr, table, truth(op, "causal", causal))
 
 
 def check_latent_call(call: LatentCall, pages: PagePair) -> tuple[tuple[tuple[str, Any], ...], Any]:

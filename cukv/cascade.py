@@ -20,7 +20,15 @@ from cukv._attention import (
     run_on_host,
 )
 from cukv._cascade import CascadeCall, attend_cascade, plan_cascade
-from cukv._check import check_indptr, match, match_index, narrow, values, whole_number
+from cukv._check import (
+    check_indptr,
+    match,
+    match_index,
+    narrow,
+    truth,
+    values,
+    whole_number,
+)
 from cukv._index import as_index
 from cukv._noun import Noun
 from cukv._plan import Plan
@@ -292,6 +300,7 @@ class CascadeLevels(Noun):
         On the current stream, no synchronisation. Source: as ``attend``.
         """
         op = "CascadeLevels.attend"
+        causal = truth(op, "causal", causal)
         key = self._check_call(op, q, cache, causal, window_left)
         if cache._attention is None:
             return Plan(op, key)
@@ -375,6 +384,7 @@ class CascadeLevels(Noun):
         kernels/concat_levels.cu.
         """
         op = "CascadeLevels.attend"
+        causal = truth(op, "causal", causal)
         key = self._check_call(op, q, cache, causal, window_left)
         require_plan(op, plan, key)
         rows = as_rows(op, "q", q)
@@ -417,7 +427,7 @@ class CascadeLevels(Noun):
     def _call(self, op: str, rows: Array, causal: bool, window_left: int) -> CascadeCall:
         """Give a checked call to the GPU."""
         levels = self.qo_indptr, self.tables, self.row_order
-        return CascadeCall(op, rows, *levels, bool(causal), int(window_left))
+        return CascadeCall(op, rows, *levels, causal, int(window_left))
 
     def _check_call(
         self,
@@ -443,7 +453,7 @@ class CascadeLevels(Noun):
             cache=(cache.page_size, cache.num_kv_heads, cache.head_dim_vo, cache.dtype.name),
             levels=tuple((table.batch_size, len(table.indices)) for table in self.tables),
             row_order=None if self.row_order is None else len(self.row_order),
-            causal=bool(causal),
+            causal=causal,
             window_left=check_window(op, window_left),
         )
         home(op, q=rows, cache=cache.k, levels=self.qo_indptr[0])

@@ -22,6 +22,7 @@ from cukv._arrays import (
 from cukv._check import (
     check_indptr,
     check_rows_fit,
+    is_boolean,
     match_index,
     match_indptr,
     narrow,
@@ -445,10 +446,10 @@ class PageTable(Noun):
 
 def page_indptr(seq_lens: Array, page_size: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Give ``indptr`` (pages) and ``last_page_len`` of requests with the given lengths."""
+    op = "PageTable"
     if isinstance(seq_lens, np.ndarray):
         indptr, last_page_len = reference.page_indptr(seq_lens, page_size)
-        return indptr.astype(dtype), last_page_len.astype(dtype)
-    op = "PageTable"
+        return narrow(op, indptr, dtype), narrow(op, last_page_len, dtype)
     indptr = empty(op, (len(seq_lens) + 1,), dtype, cp, like=seq_lens)
     last_page_len = empty(op, (len(seq_lens),), dtype, cp, like=seq_lens)
     if not len(seq_lens):
@@ -478,7 +479,7 @@ def page_size_of(op: str, page_size: Any) -> int:
         size = int(page_size)
     except (TypeError, ValueError, OverflowError):
         size = 0
-    if size < 1 or size != page_size:
+    if size < 1 or size != page_size or is_boolean(page_size):
         raise ValueError(f"{op}: page_size must be a whole number of 1 or more, got {page_size!r}")
     return size
 

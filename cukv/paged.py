@@ -19,7 +19,7 @@ from cukv._attention import (
     require_plan,
     run_on_host,
 )
-from cukv._check import check_indptr, check_sizes, match, match_dtype
+from cukv._check import check_indptr, check_sizes, match, match_dtype, truth
 from cukv._noun import CacheNoun
 from cukv._paged_attention import PagedAttention
 from cukv._pages import PagePair, as_storage, as_storage_pair
@@ -371,11 +371,13 @@ class PagedKVCache(CacheNoun):
         ragged = isinstance(q, RaggedTensor)
         op = "PagedKVCache.prefill" if ragged else "PagedKVCache.decode"
         rows, qo_indptr = as_rows(op, "q", q), q.indptr if ragged else None
+        causal = truth(op, "causal", causal)
+        batch_invariant = truth(op, "batch_invariant", batch_invariant)
         if not ragged and (causal or custom_mask is not None):
             raise ValueError(f"{op}: takes no {'causal' if causal else 'custom_mask'}")
-        call = PagedCall(op, rows, qo_indptr, table, bool(causal), window_left, custom_mask)
+        call = PagedCall(op, rows, qo_indptr, table, causal, window_left, custom_mask)
         if self._attention is not None:
-            return self._attention.plan(call, bool(batch_invariant))
+            return self._attention.plan(call, batch_invariant)
         return Plan(op, check_paged_call(call, self._pages)[0])
 
     def decode(
@@ -523,9 +525,10 @@ return_lse
         op = "PagedKVCache.prefill"
         if type(q) is not RaggedTensor:
             require_ragged(op, q=q)
+        causal = truth(op, "causal", causal)
         attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(
-            PagedCall(op, q.rows, q.indptr, table, bool(causal), window_left, custom_mask),
+            PagedCall(op, q.rows, q.indptr, table, causal, window_left, custom_mask),
             (sm_scale, logits_soft_cap, sinks),
             (q_scale, k_scale, v_scale),
             plan,

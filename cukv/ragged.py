@@ -31,6 +31,7 @@ from cukv._check import (
     match_indptr,
     match_rows,
     request_number,
+    truth,
     values,
 )
 from cukv._index import as_index
@@ -261,13 +262,15 @@ class RaggedTensor(ArrayNoun):
         kernels/plan.cu, kernels/mask_tiles.cu.
         """
         op = "RaggedTensor.prefill"
+        causal = truth(op, "causal", causal)
+        batch_invariant = truth(op, "batch_invariant", batch_invariant)
         key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
         if xp is np:
             return Plan(op, key)
         pages = ragged_pages(op, k, k if v is None else v)
         sides = self.rows, self.indptr, pages.table
-        call = PagedCall(op, *sides, bool(causal), window_left, custom_mask)
-        return pages.attention.plan(call, bool(batch_invariant))
+        call = PagedCall(op, *sides, causal, window_left, custom_mask)
+        return pages.attention.plan(call, batch_invariant)
 
     def prefill(
         self,
@@ -348,6 +351,7 @@ class RaggedTensor(ArrayNoun):
         op = "RaggedTensor.prefill"
         if type(k) is not RaggedTensor or type(v) is not RaggedTensor:
             require_ragged(op, k=k, v=v)
+        causal = truth(op, "causal", causal)
         pages = checked_pages(k, v, self.rows, self.indptr)
         if pages is None:
             key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
@@ -357,7 +361,7 @@ class RaggedTensor(ArrayNoun):
         if pages is not None:
             sides = self.rows, self.indptr, pages.table
             return pages.attention.attend(
-                PagedCall(op, *sides, bool(causal), window_left, custom_mask),
+                PagedCall(op, *sides, causal, window_left, custom_mask),
                 (sm_scale, logits_soft_cap, sinks),
                 (q_scale, k_scale, v_scale),
                 plan,
@@ -431,7 +435,7 @@ class RaggedTensor(ArrayNoun):
             self.rows,
             k=(tuple(k.rows.shape), k.dtype.name),
             batch_size=self.batch_size,
-            causal=bool(causal),
+            causal=causal,
             window_left=check_window(op, window_left),
             mask=custom_mask,
         )

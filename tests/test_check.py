@@ -1,6 +1,7 @@
 """The matcher and its kin: what a wrong argument is told, and that magic numbers divide."""
 
 import struct
+from functools import partial
 
 import cupy as cp
 import ml_dtypes
@@ -10,6 +11,7 @@ from cases import fake_cupy
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cukv import CascadeLevels, MLAPagedCache, PagedKVCache, PageTable, RaggedTensor
 from cukv._arrays import BFLOAT16, FLOAT16
 from cukv._check import (
     bits_hint,
@@ -20,6 +22,8 @@ from cukv._check import (
     match_rows,
     match_writable,
     narrow,
+    request_number,
+    truth,
     values,
 )
 from cukv._index import (
@@ -209,6 +213,55 @@ def test_an_index_is_packed_with_its_own_stride_and_width():
         pack_index_argument("op", "x", np.zeros(3, np.int32), 3, memory)
     with pytest.raises(ValueError, match=r"^op: array is on device 0 but x is on device 1"):
         pack_index_argument("op", "x", fake_cupy(3, "int32", 1), 3, memory)
+
+
+# Options that are on or off
+
+
+def test_an_option_that_is_on_or_off_takes_truth_values_and_no_array():
+    for on in (True, np.True_, 1):
+        assert truth("op", "causal", on) is True
+    for off in (False, np.False_, 0):
+        assert truth("op", "causal", off) is False
+    for bad in ("False", None, 1.0, np.ones(1, bool), np.ones(2, bool), fake_cupy((), "bool")):
+        with pytest.raises(TypeError, match=r"^op: causal must be True or False, got <class"):
+            truth("op", "causal", bad)
+
+
+@pytest.mark.parametrize("make", [np.zeros, fake_cupy], ids=["host", "device"])
+def test_every_verb_names_an_option_that_is_neither_on_nor_off(make):
+    table = PageTable(*(make(n, "int32") for n in (2, 1, 1)), 16)
+    cache = PagedKVCache(make((3, 2, 16, 2, 8), "float16"))
+    latent = MLAPagedCache(make((3, 16, 576), "float16"))
+    q = RaggedTensor(make((1, 2, 8), "float16"), make(2, "int32"))
+    nope, pe = (make((1, 4, n), "float16") for n in (512, 64))
+    levels = CascadeLevels((q.indptr,), (table,))
+    for op, calls in {
+        "RaggedTensor.prefill": [partial(q.plan, q), partial(q.prefill, q, q)],
+        "PagedKVCache.prefill": [partial(cache.plan, q, table), partial(cache.prefill, q, table)],
+        "PagedKVCache.decode": [partial(cache.plan, q.data, table)],
+        "MLAPagedCache.decode": [
+            partial(latent.plan, nope, table),
+            partial(latent.decode, nope, pe, table, sm_scale=0.1),
+        ],
+        "CascadeLevels.attend": [partial(levels.plan, q, cache), partial(levels.attend, q, cache)],
+    }.items():
+        for call in calls:
+            with pytest.raises(TypeError, match=rf"^{op}: causal must be True or False, got"):
+                call(causal="no")
+    for call in (partial(q.plan, q), partial(cache.plan, q.data, table)):
+        with pytest.raises(TypeError, match=r"fill|decode: batch_invariant must be True or False"):
+            call(batch_invariant=make(1, "bool"))
+
+
+def test_a_truth_value_is_no_number():
+    q, k = (RaggedTensor(np.ones((2, 2, 8), np.float16), [0, 2]) for _ in range(2))
+    with pytest.raises(ValueError, match="window_left must be a whole number, -1 = off, got True"):
+        q.prefill(k, k, window_left=True)
+    with pytest.raises(ValueError, match="logits_soft_cap must be finite and 0 or more"):
+        q.prefill(k, k, logits_soft_cap=np.True_)
+    with pytest.raises(TypeError, match="op: a request is named by an integer, got True"):
+        request_number("op", True, 2)
 
 
 # Rows

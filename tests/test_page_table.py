@@ -359,7 +359,9 @@ def test_validate_names_what_it_is_wrongly_asked_for():
             table.validate(**options)
 
 
-@pytest.mark.parametrize("size", ["16", None, np.nan, np.inf, 1j, [16], np.array([16, 16]), 1.5])
+@pytest.mark.parametrize(
+    "size", ["16", None, np.nan, np.inf, 1j, [16], np.array([16, 16]), 1.5, True]
+)
 def test_a_page_size_that_is_no_whole_number_is_named(size):
     message = r": page_size must be a whole number of 1 or more, got " + re.escape(repr(size))
     for make_table in (
@@ -382,6 +384,11 @@ def test_counts_of_pages_that_are_no_integers_are_named(number):
 def test_lengths_whose_pages_no_integer_counts_are_refused_and_do_not_wrap():
     with pytest.raises(ValueError, match="the lengths need 9223372036854775808 pages, got 2"):
         PageTable.from_seq_lens(np.array([2**62, 2**62]), 1, pages=[1, 2])
+    message = "^PageTable: entry 0 is 68719476736, which int32 does not hold"
+    with pytest.raises(ValueError, match=message):  # last_page_len is of the dtype of the pages
+        PageTable.from_seq_lens([2**36], 2**36, xp=np)
+    wide = PageTable.from_seq_lens([2**36], 2**36, pages=np.array([0]))
+    assert wide.seq_lens_list() == [2**36]
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "token_indptr"])

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from cukv._arrays import Array
+from cukv._check import truth
 from cukv.flashinfer._caller import check_backend, data, refuse, refuse_positions, working_for
 from cukv.flashinfer._prefill import PrefillWrapper
 from cukv.flashinfer._wrapper import LseForm, Options
@@ -137,7 +138,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             q_data_type,
             kv_data_type,
             o_data_type,
-            causal=bool(causal),
+            causal=truth(op, "causal", causal),
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,

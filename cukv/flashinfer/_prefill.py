@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cukv._arrays import Array
-from cukv._check import match, match_dtype, match_index
+from cukv._check import match, match_dtype, match_index, truth
 from cukv.flashinfer._caller import data, refuse, refuse_positions
 from cukv.flashinfer._wrapper import Wrapper
 from cukv.masks import Mask, PackedMask, RaggedMask
@@ -85,5 +85,5 @@ class PrefillWrapper(Wrapper):
         refuse(op, use_fp16_qk_reduction=use_fp16_qk_reduction)
         refuse_positions(op, pos_encoding_mode, *rope)
         options = self._planned(op)
-        options.causal, options.window_left = bool(causal), window_left
+        options.causal, options.window_left = truth(op, "causal", causal), window_left
         options.logits_soft_cap, options.sm_scale = logits_soft_cap, sm_scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from cukv._check import truth
 from cukv.flashinfer._caller import check_backend, data, refuse, refuse_positions, working_for
 from cukv.flashinfer._prefill import PrefillWrapper
 from cukv.flashinfer._wrapper import LseForm, Options
@@ -124,7 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             q_data_type,
             kv_data_type,
             o_data_type,
-            causal=bool(causal),
+            causal=truth(op, "causal", causal),
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,

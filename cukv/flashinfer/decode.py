@@ -8,6 +8,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
+from cukv._check import truth
 from cukv.flashinfer._caller import (
     check_backend,
     data,
@@ -176,7 +177,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             "float16" if q_data_type is None else q_data_type,
             kv_data_type,
             o_data_type,
-            causal=q_len_per_req > 1 if is_causal is None else bool(is_causal),
+            causal=q_len_per_req > 1 if is_causal is None else truth(op, "is_causal", is_causal),
             sm_scale=sm_scale,
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,

@@ -8,7 +8,7 @@ import cupy as cp
 import numpy as np
 
 from cukv._arrays import Array
-from cukv._check import match_index
+from cukv._check import match_index, truth
 from cukv.flashinfer._caller import (
     check_backend,
     data,
@@ -120,7 +120,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             q_data_type,
             kv_data_type,
             output_dtype,
-            causal=bool(causal),
+            causal=truth(op, "causal", causal),
             sm_scale=sm_scale,
         )
         with self._planning(options):
