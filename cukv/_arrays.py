@@ -32,6 +32,7 @@ INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _NAMED = {d.name: d for d in (*DTYPES, np.dtype(np.float64))}
 
 # DLPack: device types on a CUDA device; codes of the floats that CuPy cannot carry; capsule layout.
+_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _UINT, _BFLOAT = 1, 4
 _FP8_CODES = {10: FLOAT8_E4M3, 12: FLOAT8_E5M2}
@@ -127,7 +128,7 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
     A Python sequence becomes an array in the home of ``like``.
     """
     if isinstance(x, (cp.ndarray, np.ndarray)):
-        return x
+        return x if type(x) in (cp.ndarray, np.ndarray) else _plain(op, name, x)
     if isinstance(x, (list, tuple)) and like is not None:
         return to_home(np.asarray(x), like)
     of_jax = ""
@@ -136,14 +137,33 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
     if not hasattr(x, "__dlpack_device__"):
         kind = type(x)
         raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {kind}{of_jax}")
-    if x.__dlpack_device__()[0] not in _CUDA_DEVICES:
+    device = x.__dlpack_device__()[0]
+    if device not in _CUDA_DEVICES:
         if type(x).__name__ in _NOUNS:
             raise TypeError(f"{op}: {name} must be an array, got a {type(x).__name__}: pass .data")
+        if device not in _HOST_DEVICES:
+            raise TypeError(
+                f"{op}: {name} must be on a CUDA device, got DLPack's device type {device!r}"
+            )
         raise TypeError(
             f"{op}: {name} is in CPU memory ({type(x).__name__}); pass numpy.from_dlpack({name}) "
             f"to work on it in NumPy, or move it to the GPU{of_jax}"
         )
+    if not is_available():
+        raise CudaUnavailableError(op)
     return _from_dlpack(x)[0]
+
+
+def _plain(op: str, name: str, x: Array) -> Array:
+    """Give an array of a subclass, such as ``numpy.memmap``, without what the subclass adds."""
+    if isinstance(x, cp.ndarray):
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{op}: {name} is a masked array, whose mask would not be read; pass {name}.data or "
+            f"{name}.filled()"
+        )
+    return x.view(np.ndarray)
 
 
 def concatenate(parts: list[Array], axis: int = 0) -> Array:

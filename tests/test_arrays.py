@@ -101,6 +101,7 @@ def no_streams(monkeypatch):
     from_dlpack = cp.from_dlpack
     request = {"stream": 1, "max_version": (1, 0), "copy": None, "dl_device": None}
     monkeypatch.setattr(cp, "from_dlpack", lambda x: from_dlpack(x.__dlpack__(**request)))
+    monkeypatch.setattr(_arrays, "is_available", lambda: True)
 
 
 @pytest.mark.parametrize("versioned", [True, False])
@@ -227,6 +228,43 @@ def test_plain_bits_are_refused_and_the_view_that_names_them_is_shown(bits_of, h
             cukv.PagedKVCache(data)
 
 
+@pytest.mark.parametrize("device", [8, 10, 14])  # Metal, ROCm, oneAPI
+def test_another_makers_device_is_not_taken_for_the_cpu(device):
+    producer = Producer(np.zeros(4, np.uint16), CODES["bfloat16"], device=device)
+    message = f"^op: k must be on a CUDA device, got DLPack's device type {device}$"
+    with pytest.raises(TypeError, match=message):
+        as_array("op", "k", producer)
+
+
+# Subclasses of numpy.ndarray
+
+
+def test_a_masked_array_is_refused_as_its_mask_would_be_lost():
+    masked = np.ma.masked_array(np.ones((1, 2, 4), np.float16), mask=True)
+    indptr = np.array([0, 1])
+    for call in (
+        lambda: cukv.RaggedTensor(masked, indptr),
+        lambda: cukv.PagedKVCache((masked[None], masked[None])),
+        lambda: cukv.packbits(masked),
+        lambda: cukv.PageTable(np.ma.masked_array(indptr), [0], [1], 16),
+    ):
+        with pytest.raises(TypeError, match=r"is a masked array, .* pass \w+\.data or \w+\.filled"):
+            call()
+
+
+def test_memory_of_a_subclass_is_taken_as_it_is(tmp_path):
+    shape = (3, 2, 4, 2, 8)
+    mapped = np.memmap(tmp_path / "cache", np.float16, "w+", shape=shape)
+    cache = cukv.PagedKVCache(mapped)
+    assert type(cache.data) is np.ndarray
+    rows = np.ones((1, 2, 8), np.float16)
+    cache.append(rows, rows, cukv.PageTable.from_seq_lens([5], 4, xp=np))
+    np.testing.assert_array_equal(mapped[1, :, 0], 1)
+    read_only = cukv.PagedKVCache(np.memmap(tmp_path / "cache", np.float16, "r", shape=shape))
+    with pytest.raises(TypeError, match="read-only"):
+        read_only.copy_pages([0], [1])
+
+
 # Homes and devices
 
 
@@ -280,6 +318,8 @@ def test_without_a_gpu_what_needs_one_says_so_and_names_the_way_out():
         cukv.RaggedTensor(np.zeros((3, 2, 8)), np.array([0, 3])).to_device()
     with pytest.raises(cukv.CudaUnavailableError, match="warmup"):
         cukv.warmup()
+    with pytest.raises(cukv.CudaUnavailableError, match="op: needs an NVIDIA GPU"):
+        as_array("op", "k", Producer(np.zeros(4, np.uint16), CODES["bfloat16"]))
 
 
 # On the GPU, with other libraries. They are on the machine that records.
