@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a wrong result, 2 something that cannot be done as asked, 130 Ctrl-C.
     """
+    _replace_closed_streams()
     try:
         arguments = _parser().parse_args(argv)
         arguments.run(arguments)
@@ -50,6 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cukv: {error}", file=sys.stderr)
         return USAGE
     return 0
+
+
+def _replace_closed_streams() -> None:
+    """Give what is printed a place to go where the caller closed one: Python has None there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _discard_output() -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 from itertools import chain
@@ -533,6 +534,17 @@ def test_output_that_cannot_be_written_is_no_wrong_result(arguments):
             check=False,
         )
     assert (done.returncode, done.stderr) == (2, b"cukv: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("arguments", [["info"], [*SMALL, "--steps", "1"]])
+def test_a_stream_that_is_closed_is_not_written(arguments, closed):
+    command = shlex.join([sys.executable, "-m", "cukv", *arguments])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{command} {closed}"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert bool(done.stdout) == (closed == "2>&-")
 
 
 def test_importing_the_job_touches_no_gpu(monkeypatch):
