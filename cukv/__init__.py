@@ -5,6 +5,7 @@ definitions in ``cukv.reference``). ``cukv.jax`` has the methods as functions fo
 ``cukv.flashinfer`` FlashInfer's names. See README.md for a tour.
 """
 
+from cukv import _cupy_cache as _cupy_cache
 from cukv._arrays import CudaUnavailableError, is_available
 from cukv._kernels import warmup
 from cukv._plan import Plan

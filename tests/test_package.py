@@ -77,6 +77,27 @@ def test_importing_works_where_no_device_is_visible():
     assert run_python(code, CUDA_VISIBLE_DEVICES="") == ["False"]
 
 
+HOME = """
+import os
+os.environ.pop("CUPY_CACHE_DIR", None)
+import cukv, numpy
+folder = os.environ.get("CUPY_CACHE_DIR", "unset")
+print(cukv.packbits(numpy.ones(3, bool))[0], folder, os.path.isdir(folder))
+"""
+
+
+def test_importing_works_in_a_home_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()  # a folder below a file cannot be made, not even by root
+    bits, folder, is_there = run_python(HOME, HOME=str(tmp_path / "file" / "home"))
+    assert (bits, is_there) == ("7", "True")
+    assert not Path(folder).exists()  # any more
+
+
+def test_cupy_keeps_a_folder_that_can_be_written(tmp_path):
+    assert run_python(HOME, HOME=str(tmp_path)) == ["7", "unset", "False"]
+    assert (tmp_path / ".cupy" / "kernel_cache").is_dir()
+
+
 CONTEXT = """
 import ctypes
 def state():
