@@ -86,18 +86,20 @@ class PagePair:
         op: str,
         names: tuple[str, str],
         axes: tuple[str, ...],
+        widths: tuple[str, str],
         arrays: Sequence[Array],
         reasons: Sequence[str | None],
         as_pages: Callable[[Array], Array],
     ) -> PagePair:
         """Check that two arrays belong together, and see each as pages.
 
-        ``axes`` name their axes but the last, ``reasons`` say why they must not be written, and
-        ``as_pages`` gives a view ``[max_num_pages, page_size, num_heads, head_dim]``.
+        ``axes`` name their axes but the last, ``widths`` the last of each, ``reasons`` say why they
+        must not be written, and ``as_pages`` gives a view ``[max_num_pages, page_size, num_heads,
+        head_dim]``.
         """
         dims: dict[str, int | None] = {}
-        for name, array in zip(names, arrays, strict=True):
-            match(op, name, array, (*axes, f"head_dim_{name}"), dims)
+        for name, array, width in zip(names, arrays, widths, strict=True):
+            match(op, name, array, (*axes, width), dims)
             extra = (_FLOAT64,) if isinstance(array, np.ndarray) else ()
             match_dtype(op, name, array, *DTYPES, *extra)
         home(op, **dict(zip(names, arrays, strict=True)))

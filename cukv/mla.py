@@ -86,8 +86,10 @@ class MLAPagedCache(CacheNoun):
             split = data.shape[-1] - width
             arrays, reasons = (data[..., :split], data[..., split:]), (reason, reason)
             self._set(data=data)
-        axes = ("max_num_pages", "page_size")
-        one_head = PagePair.of(op, names, axes, arrays, reasons, lambda array: array[:, :, None])
+        axes, widths = ("max_num_pages", "page_size"), ("head_dim_ckv", "head_dim_kpe")
+        one_head = PagePair.of(
+            op, names, axes, widths, arrays, reasons, lambda array: array[:, :, None]
+        )
         on_gpu = one_head.first.device >= 0
         self._set(
             _pages=one_head,

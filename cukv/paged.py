@@ -102,7 +102,8 @@ class PagedKVCache(CacheNoun):
         match_dtype(op, "v", arrays[1], arrays[0].dtype)
         nhd = swap_layout if self.layout == "HND" else lambda array: array
         stored = ("max_num_pages", *axes)
-        pages = PagePair.of(op, ("k", "v"), stored, arrays, reasons, nhd)
+        widths = ("head_dim", "head_dim_vo")
+        pages = PagePair.of(op, ("k", "v"), stored, widths, arrays, reasons, nhd)
         self._set(
             _pages=pages, _attention=PagedAttention(pages) if pages.first.device >= 0 else None
         )

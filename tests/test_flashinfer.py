@@ -107,6 +107,23 @@ def test_names_are_in_their_modules_and_at_the_top():
             assert name in flashinfer.__all__
 
 
+def test_an_option_that_is_on_or_off_is_named_where_it_is_neither():
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    mla = flashinfer.mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    indptr, ids = np.array([0, 1]), np.array([0])
+    latent = (indptr, indptr, ids, np.array([1]), 2, 512, 64, 1)
+    for call, message in (
+        (lambda x: decode(WORKSPACE, use_cuda_graph=x), "Wrapper: use_cuda_graph"),
+        (lambda x: decode(WORKSPACE, use_tensor_cores=x), "Wrapper: use_tensor_cores"),
+        (lambda x: ragged.plan(indptr, indptr, 2, 2, 8, causal=x), "Wrapper.plan: causal"),
+        (lambda x: mla.plan(*latent, x, 0.1, "float16", "float16"), "Wrapper.plan: causal"),
+    ):
+        for neither in ("False", np.ones(2, bool)):
+            with pytest.raises(TypeError, match=rf"{message} must be True or False, got <class"):
+                call(neither)
+
+
 # The leading parameters of scripts that pass them by position.
 POSITIONAL = {
     flashinfer.append_paged_kv_cache: "append_key append_value batch_indices positions "

@@ -1835,7 +1835,7 @@ def test_a_cache_names_what_it_refuses(make):
         ((a,), "NHD", ValueError, "data must be one array or a pair, got 1"),
         ((a, a, a), "NHD", ValueError, "data must be one array or a pair, got 3"),
         ((a, make((4, 16, 2, 64))), "NHD", ValueError,
-         r"v must be \[max_num_pages=3, page_size=16, num_kv_heads=2, head_dim_v\], got \[4, 16"),
+         r"v must be \[max_num_pages=3, page_size=16, num_kv_heads=2, head_dim_vo\], got \[4, 16"),
         ((a, make((3, 16, 1, 64))), "NHD", ValueError, r"v must be .*got \[3, 16, 1, 64\]"),
         ((a, make((3, 16, 2, 64), "bfloat16")), "NHD", TypeError, "v must be float16, got bf"),
         (make((3, 2, 16, 2, 64), "int32"), "NHD", TypeError, "k must be float16 or .*got int32"),

@@ -17,7 +17,7 @@ import cupy as cp
 import numpy as np
 
 from cukv._arrays import FLOAT32, Array, empty, home
-from cukv._check import match, match_aligned, match_dtype, match_index, narrow, values
+from cukv._check import match, match_aligned, match_dtype, match_index, narrow, truth, values
 from cukv.flashinfer._caller import (
     data,
     detached,
@@ -164,7 +164,7 @@ class Wrapper:
         check_layout(self._op, kv_layout)
         self._layout = kv_layout
         self._workspace = float_workspace_buffer
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = truth(self._op, "use_cuda_graph", use_cuda_graph)
         self._buffers: dict[str, Array] = {}
         self._step = _Step()
         self._known: dict[tuple[int, ...], _Known] = {}

@@ -98,7 +98,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """Name the home of the work by ``float_workspace_buffer``, of which nothing is used."""
         check_backend(self._op, backend)
         refuse(self._op, jit_args=jit_args, jit_kwargs=jit_kwargs)
-        self._use_tensor_cores = bool(use_tensor_cores)
+        self._use_tensor_cores = truth(self._op, "use_tensor_cores", use_tensor_cores)
         self._row_indptrs: dict[tuple[int, int], Any] = {}
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,

@@ -225,7 +225,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
                 rows,
                 cache,
                 (out, lse, return_lse),
-                LseForm(natural=bool(return_lse_base_on_e)),
+                LseForm(natural=truth(op, "return_lse_base_on_e", return_lse_base_on_e)),
             )
 
     @staticmethod
