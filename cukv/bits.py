@@ -58,6 +58,12 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     Current stream, no synchronisation. The copy of an array that is not contiguous goes to scratch;
     calls captured into a graph share it as those of ``PagedKVCache.copy_pages`` do, and keep it for
     the life of the process. Source: kernels/packbits.cu.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> packbits(np.array([1, 1, 0, 0, 0, 0, 0, 0, 1]))
+    array([3, 1], dtype=uint8)
     """
     return pack_bits("packbits", x, bitorder)
 
@@ -119,6 +125,12 @@ def segment_packbits(x: Array, indptr: Array, bitorder: BitOrder = "little") -> 
     Notes
     -----
     Current stream, no synchronisation. Source: kernels/segment_packbits.cu, kernels/byte_indptr.cu.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> segment_packbits(np.array([True, False, True]), [0, 2, 3])
+    (array([1, 1], dtype=uint8), array([0, 1, 2]))
     """
     op = "segment_packbits"
     x, big = as_array(op, "x", x), _is_big(op, bitorder)

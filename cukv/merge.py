@@ -60,6 +60,15 @@ def merge_states(
     Notes
     -----
     Current stream, no synchronisation. Source: kernels/merge_states.cu.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> o = np.array([0, 1], np.float32).reshape(1, 2, 1, 1)  # a row of two states
+    >>> lse = np.log2(np.array([2, 8], np.float32)).reshape(1, 2, 1)
+    >>> o, lse = merge_states(o, lse)
+    >>> o.shape, f"{o.item():.3f}", f"{2 ** lse.item():.3f}"
+    ((1, 1, 1), '0.800', '10.000')
     """
     op = "merge_states"
     o, lse = as_array(op, "o", o), as_array(op, "lse", lse)

@@ -56,10 +56,16 @@ class MLAPagedCache(CacheNoun):
     Examples
     --------
     >>> import numpy as np
-    >>> from cukv import MLAPagedCache
+    >>> from cukv import MLAPagedCache, PageTable
     >>> cache = MLAPagedCache.empty(8, 16, "float16", xp=np)
     >>> cache.ckv.shape, cache.kpe.shape
     ((8, 16, 512), (8, 16, 64))
+    >>> table = PageTable.from_seq_lens([17, 5], page_size=16, xp=np)
+    >>> ckv, kpe = np.ones((22, 512), np.float16), np.ones((22, 64), np.float16)
+    >>> cache.append(ckv, kpe, table, indptr=table.token_indptr)  # all tokens
+    >>> q_nope, q_pe = np.ones((2, 128, 512), np.float16), np.ones((2, 128, 64), np.float16)
+    >>> cache.decode(q_nope, q_pe, table, sm_scale=(128 + 64) ** -0.5).shape
+    (2, 128, 512)
     """
 
     data: Any
@@ -338,7 +344,8 @@ class MLAPagedCache(CacheNoun):
         Parameters
         ----------
         q_nope, q_pe : [rows, num_qo_heads, head_dim_ckv], [rows, num_qo_heads, head_dim_kpe]
-            Queries after absorption.
+            Queries after absorption, of one dtype: float16, bfloat16 or fp8, in NumPy float32 and
+            float64 too; a 16-bit q and a 16-bit part of the cache share their dtype.
         table : PageTable
             Tokens of each request.
         sm_scale : float

@@ -170,8 +170,11 @@ class PageTable(Noun):
         size = page_size_of(op, page_size)
         if num_pages is not None:
             num_pages = whole_number(op, "num_pages", num_pages, 0)
-        given = next((x for x in (lens, pages) if not isinstance(x, SEQUENCES)), None)
-        like = empty(op, (0,), _INT32, xp) if given is None else as_array(op, "lens", given)
+        arrays = {"lens": lens} if pages is None else {"lens": lens, "pages": pages}
+        given = (as_array(op, n, x) for n, x in arrays.items() if not isinstance(x, SEQUENCES))
+        like = next(given, None)
+        if like is None:
+            like = empty(op, (0,), _INT32, xp)
         host_lens = values(np.asarray(lens)) if isinstance(lens, (*SEQUENCES, np.ndarray)) else None
         lens = as_index(op, "lens", lens, like)
         pages = None if pages is None else as_index(op, "pages", pages, like)

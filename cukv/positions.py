@@ -6,7 +6,7 @@ import cupy as cp
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import INDEX_DTYPES, Array, empty, home
+from cukv._arrays import INDEX_DTYPES, Array, as_array, empty, home
 from cukv._check import check_indptr, check_rows_fit, match_index, narrow, values, whole_number
 from cukv._index import SEQUENCES, as_index, pack_index
 from cukv._kernels import kernel, one_per_warp
@@ -42,9 +42,15 @@ def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> 
     Notes
     -----
     Current stream, no synchronisation. Source: kernels/batch_indices_positions.cu.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> batch_indices_positions(np.array([0, 2, 3]), np.array([10, 1]), nnz=4)
+    (array([ 0,  0,  1, -1], dtype=int32), array([8, 9, 0, 0], dtype=int32))
     """
     op = "batch_indices_positions"
-    like = None if isinstance(seq_lens, SEQUENCES) else seq_lens
+    like = None if isinstance(seq_lens, SEQUENCES) else as_array(op, "seq_lens", seq_lens)
     append_indptr = as_index(op, "append_indptr", append_indptr, like)
     seq_lens = as_index(op, "seq_lens", seq_lens, append_indptr)
     xp = home(op, append_indptr=append_indptr, seq_lens=seq_lens)

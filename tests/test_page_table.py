@@ -106,6 +106,12 @@ def test_lengths_that_need_too_many_pages_raise(xp):
                 PageTable.from_seq_lens(lens, 16, **options, xp=xp)
 
 
+def test_what_is_no_array_of_pages_is_named():
+    for pages in (7, "12"):
+        with pytest.raises(TypeError, match=r"^PageTable.from_seq_lens: pages must be a CuPy, "):
+            PageTable.from_seq_lens([5], 4, pages=pages, xp=np)
+
+
 def test_lengths_on_the_device_need_a_capacity():
     with pytest.raises(ValueError, match=r"lens is on the device: give pages or num_pages"):
         PageTable.from_seq_lens(fake_cupy(3, "int32"), 16)
@@ -311,6 +317,10 @@ def test_rows_to_append_name_what_they_refuse(xp):
     ):
         with pytest.raises(error, match=r"^batch_indices_positions: " + message):
             batch_indices_positions(*arguments)
+    for lens in (5, "ab"):
+        message = r"^batch_indices_positions: seq_lens must be a CuPy, NumPy or DLPack array, got"
+        with pytest.raises(TypeError, match=message):
+            batch_indices_positions([0, 2], lens, 2)
     if xp is np:
         for bad, message in (
             ([0, 5], r"append_indptr ends at 5, but there are 4 rows \(nnz\)"),
