@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(NUM_CONSUMERS + NUM_PRODUCERS, 1)
     // From one lane, so that the compiler knows: a warp takes one branch.
     const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
     if (warp_idx < NUM_CONSUMERS / WARP_SIZE) {
-        setmaxnreg_inc<224>();
+        setmaxnreg_inc<224>();  // with the others': 384 threads began with 168 each
         // By those who have nothing to do yet.
         prefetch_first_rows<CKV, KPE, 2 * LATENT_TOKENS, NUM_CONSUMERS>(p, part);
         griddepcontrol_wait();

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
     // From one lane, so that the compiler knows: a warp takes one branch.
     const int warp_idx = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
     if (warp_idx < WARPS) {
-        setmaxnreg_inc<232>();
+        setmaxnreg_inc<232>();  // with the others': 384 threads began with 168 each
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
         attend_part<Cta>(p, smem, block, part);
