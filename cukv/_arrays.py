@@ -308,6 +308,16 @@ def to_dlpack(array: Array, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------- homes, devices
 
 
+def require_on_host(op: str, name: str, x: Any) -> None:
+    """Raise if a number is in an array on a GPU, whichever library's: who read it would wait."""
+    if isinstance(x, (int, float)):
+        return
+    if isinstance(x, cp.ndarray) or (
+        hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] not in _HOST_DEVICES
+    ):
+        raise TypeError(f"{op}: {name} must be a number on the host, got an array on the GPU")
+
+
 def home(op: str, /, **arrays: Array | None) -> Any:
     """Give ``cupy`` or ``numpy``, whichever all the arrays given belong to; None is skipped."""
     kind: Any = None

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cukv import reference
-from cukv._arrays import BFLOAT16, FLOAT16, FLOAT32, FP8, Array, as_array, home, read_only_reason
+from cukv._arrays import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FP8,
+    Array,
+    as_array,
+    home,
+    read_only_reason,
+    require_on_host,
+)
 from cukv._check import is_boolean, match, match_dtype, match_rows, match_writable
 from cukv._index import host_scale
 from cukv._plan import Plan
@@ -91,6 +101,7 @@ def check_options(
 
 def check_window(op: str, window_left: int) -> int:
     """Give the window as an int: keys to the left of the query's own position; -1 is off."""
+    require_on_host(op, "window_left", window_left)
     try:
         window = int(window_left)
     except (TypeError, ValueError, OverflowError):
@@ -104,6 +115,7 @@ def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
     """Give the soft cap as a float; None is off, and so is 0."""
     if logits_soft_cap is None:
         return None
+    require_on_host(op, "logits_soft_cap", logits_soft_cap)
     try:
         cap = float(logits_soft_cap)
     except (TypeError, ValueError, OverflowError):

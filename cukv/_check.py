@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cukv._arrays import INDEX_DTYPES, Array
+from cukv._arrays import INDEX_DTYPES, Array, require_on_host
 
 _VIEWS = {
     np.dtype(np.uint16): "ml_dtypes.bfloat16",
@@ -86,6 +86,7 @@ def match_aligned(op: str, name: str, array: Array) -> None:
 
 def whole_number(op: str, name: str, x: Any, low: int) -> int:
     """Give an integer of ``low`` or more, as Python or NumPy have them; booleans are none."""
+    require_on_host(op, name, x)
     try:
         number = operator.index(x)
     except TypeError:

@@ -8,7 +8,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from cukv._arrays import FLOAT32, INDEX_DTYPES, Array, as_array, home, to_home
+from cukv._arrays import FLOAT32, INDEX_DTYPES, Array, as_array, home, require_on_host, to_home
 from cukv._check import match_index
 from cukv._sources import packer
 
@@ -39,9 +39,9 @@ def pack_numbers(size: int) -> bytes:
 
 
 def pack_index_argument(op: str, name: str, x: Array, size: int, like: Array) -> bytes:
-    """Check and pack an index argument of ``size`` entries for a launch beside ``like``."""
+    """Check and pack an index argument of ``size`` entries for a launch beside a table's."""
     if type(x) is not cp.ndarray:
-        home(op, array=like, **{name: x})
+        home(op, table=like, **{name: x})
     dtype, data = x.dtype, x.data
     if dtype not in INDEX_DTYPES or x.ndim != 1 or x.size != size:
         match_index(op, name, x, size)
@@ -50,7 +50,7 @@ def pack_index_argument(op: str, name: str, x: Array, size: int, like: Array) ->
     if (pointer | stride) % width:
         match_index(op, name, x, size)
     if data.device_id != like.data.device_id and size:
-        home(op, array=like, **{name: x})
+        home(op, table=like, **{name: x})
     return _pack_index(pointer, stride, size, width)
 
 
@@ -122,8 +122,7 @@ def host_scale(op: str, name: str, scale: Any) -> float:
     """Give a Python or NumPy scalar, 0-d or one-element NumPy array as a float."""
     if type(scale) is float and abs(scale) <= _FLOAT32_MAX:
         return scale
-    if isinstance(scale, cp.ndarray):
-        raise TypeError(f"{op}: {name} is on the GPU but the arrays are in NumPy")
+    require_on_host(op, name, scale)
     array = np.asarray(scale)
     if array.size != 1 or (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16"):
         raise TypeError(f"{op}: {name} must be one number, got {scale!r}")

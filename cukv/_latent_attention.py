@@ -413,9 +413,10 @@ class LatentAttention:
         kind = plan.work.kind
         (tile,) = kind.tiles
         if tile.aligned != self._aligned:
+            where = "at" if tile.aligned else "not at"
             raise ValueError(
-                f"{op}: the plan was made for a cache that is aligned to 16 bytes "
-                f"({tile.aligned}), got one that is ({self._aligned})"
+                f"{op}: the plan was made for a cache of rows {where} multiples of 16 bytes, "
+                "unlike this one"
             )
         if kind.device != device:
             raise ValueError(f"{op}: the plan was made for device={kind.device}, got {device}")

@@ -467,9 +467,10 @@ class PagedAttention:
                 f"got {self._head_dim_vo}; leave out plan="
             )
         if not isinstance(tile, Sm90Tile) and tile.aligned != self._aligned:
+            where = "at" if tile.aligned else "not at"
             raise ValueError(
-                f"{op}: the plan was made for a cache that is aligned to 16 bytes "
-                f"({tile.aligned}), got one that is ({self._aligned})"
+                f"{op}: the plan was made for a cache of rows {where} multiples of 16 bytes, "
+                "unlike this one"
             )
         if planned != device:
             raise ValueError(f"{op}: the plan was made for device={planned}, got {device}")

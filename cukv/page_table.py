@@ -17,6 +17,7 @@ from cukv._arrays import (
     empty,
     home,
     on_device_of,
+    require_on_host,
     set_to_zero,
 )
 from cukv._check import (
@@ -478,6 +479,7 @@ def _count(n: int, like: Array) -> Array:
 
 def page_size_of(op: str, page_size: Any) -> int:
     """Give a page size as a Python int, which must be 1 or more."""
+    require_on_host(op, "page_size", page_size)
     try:
         size = int(page_size)
     except (TypeError, ValueError, OverflowError):

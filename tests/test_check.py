@@ -209,9 +209,9 @@ def test_an_index_is_packed_with_its_own_stride_and_width():
         pack_index_argument("op", "x", fake_cupy(3, "int32"), 4, memory)
     with pytest.raises(TypeError, match=r"^op: x must be int32 or int64, got float32"):
         pack_index_argument("op", "x", fake_cupy(3, "float32"), 3, memory)
-    with pytest.raises(TypeError, match=r"^op: array is on the GPU but x is in NumPy"):
+    with pytest.raises(TypeError, match=r"^op: table is on the GPU but x is in NumPy"):
         pack_index_argument("op", "x", np.zeros(3, np.int32), 3, memory)
-    with pytest.raises(ValueError, match=r"^op: array is on device 0 but x is on device 1"):
+    with pytest.raises(ValueError, match=r"^op: table is on device 0 but x is on device 1"):
         pack_index_argument("op", "x", fake_cupy(3, "int32", 1), 3, memory)
 
 
@@ -252,6 +252,28 @@ def test_every_verb_names_an_option_that_is_neither_on_nor_off(make):
     for call in (partial(q.plan, q), partial(cache.plan, q.data, table)):
         with pytest.raises(TypeError, match=r"fill|decode: batch_invariant must be True or False"):
             call(batch_invariant=make(1, "bool"))
+
+
+def test_numbers_are_not_read_from_a_gpu():
+    """Reading them would wait for it, and break a capture."""
+    table = PageTable(*(fake_cupy(n, "int32") for n in (2, 1, 1)), 16)
+    cache = PagedKVCache(fake_cupy((3, 2, 16, 2, 64), "float16"))
+    latent = MLAPagedCache(fake_cupy((3, 16, 576), "float16"))
+    q, (nope, pe) = fake_cupy((1, 2, 64)), (fake_cupy((1, 2, n)) for n in (512, 64))
+    whole, real = fake_cupy((), "int64"), fake_cupy((), "float32")
+    for name, call in (
+        ("sm_scale", lambda: cache.decode(q, table, sm_scale=real)),
+        ("sm_scale", lambda: latent.decode(nope, pe, table, sm_scale=real)),
+        ("logits_soft_cap", lambda: cache.decode(q, table, logits_soft_cap=real)),
+        ("window_left", lambda: cache.decode(q, table, window_left=whole)),
+        ("window_left", lambda: cache.plan(q, table, window_left=whole)),
+        ("page_size", lambda: PageTable(table.indptr, table.indices, table.last_page_len, whole)),
+        ("nnz", lambda: cache.gather(table, nnz=whole)),
+        ("width", lambda: table.block_table(whole)),
+        ("head_dim_kpe", lambda: MLAPagedCache(latent.data, whole)),
+    ):
+        with pytest.raises(TypeError, match=f": {name} must be a number on the host, got an array"):
+            call()
 
 
 def test_a_truth_value_is_no_number():
@@ -327,7 +349,7 @@ def test_scales_on_the_device_are_passed_by_address():
     for shape in ((), (1,), (1, 1)):
         scale = fake_cupy(shape, "float32")
         assert pack_scale("op", "k_scale", scale, 0) == struct.pack("=Qf4x", scale.data.ptr, 0)
-    with pytest.raises(TypeError, match=r"^op: k_scale is on the GPU but the arrays are in NumPy"):
+    with pytest.raises(TypeError, match=r"^op: k_scale must be a number on the host, got an array"):
         host_scale("op", "k_scale", fake_cupy((), "float32"))
 
 

@@ -1558,7 +1558,7 @@ def test_append_checks_scales_on_the_device_without_reading_them(no_launch):
         with pytest.raises(error, match=message):
             fp8.append(rows, rows, table, indptr=fake_cupy(3, "int32"), k_scale=scale)
     host, host_table = hosts()
-    with pytest.raises(TypeError, match="v_scale is on the GPU but the arrays are in NumPy"):
+    with pytest.raises(TypeError, match="v_scale must be a number on the host, got an arr"):
         host.append(*[zeros((5, 2, 64))] * 2, host_table, indptr=[0, 0, 5],
                     v_scale=fake_cupy(1, "float32"))  # fmt: skip
 
