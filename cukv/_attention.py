@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _FLOAT64 = np.dtype(np.float64)
 _HALVES = (FLOAT16, BFLOAT16)
 _OUTPUTS = (*_HALVES, FLOAT32)
+_SMALLEST, _LARGEST = float(np.finfo(FLOAT32).tiny), float(np.finfo(FLOAT32).max)
 _LONGEST_WINDOW = (1 << 31) - 1  # no request is longer
 
 
@@ -120,9 +121,11 @@ def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
         cap = float(logits_soft_cap)
     except (TypeError, ValueError, OverflowError):
         cap = math.nan
-    if not 0 <= cap < math.inf or is_boolean(logits_soft_cap):
+    # As float32, which a kernel takes it in: smaller numbers are 0 there, and would be off.
+    if not (cap == 0 or _SMALLEST <= cap <= _LARGEST) or is_boolean(logits_soft_cap):
         raise ValueError(
-            f"{op}: logits_soft_cap must be finite and 0 or more (0 = off), got {logits_soft_cap}"
+            f"{op}: logits_soft_cap must be finite and 0 or more (0 = off), in float32, "
+            f"got {logits_soft_cap}"
         )
     return cap
 

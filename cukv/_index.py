@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import cupy as cp
@@ -128,5 +129,6 @@ def host_scale(op: str, name: str, scale: Any) -> float:
         raise TypeError(f"{op}: {name} must be one number, got {scale!r}")
     value = float(array.reshape(()).astype(np.float64))
     if not abs(value) <= _FLOAT32_MAX:
-        raise ValueError(f"{op}: {name} must be finite, got {scale}")
+        where = " in float32" if math.isfinite(value) else ""
+        raise ValueError(f"{op}: {name} must be finite{where}, got {scale}")
     return value

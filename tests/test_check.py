@@ -254,6 +254,17 @@ def test_every_verb_names_an_option_that_is_neither_on_nor_off(make):
             call(batch_invariant=make(1, "bool"))
 
 
+@pytest.mark.parametrize("make", [np.zeros, fake_cupy], ids=["host", "device"])
+def test_numbers_that_float32_does_not_hold_are_no_caps_and_no_scales(make):
+    table = PageTable(*(make(n, "int32") for n in (2, 1, 1)), 16)
+    cache, q = PagedKVCache(make((3, 2, 16, 2, 64), "float16")), make((1, 2, 64), "float16")
+    for cap in (1e300, 3.5e38, 1e-39, 5e-324):
+        with pytest.raises(ValueError, match=r"logits_soft_cap must be .* in float32, got \d"):
+            cache.decode(q, table, logits_soft_cap=cap)
+    with pytest.raises(ValueError, match=r"sm_scale must be finite in float32, got 1e\+300$"):
+        cache.decode(q, table, sm_scale=1e300)
+
+
 def test_numbers_are_not_read_from_a_gpu():
     """Reading them would wait for it, and break a capture."""
     table = PageTable(*(fake_cupy(n, "int32") for n in (2, 1, 1)), 16)
