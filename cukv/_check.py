@@ -10,6 +10,7 @@ import numpy as np
 
 from cukv._arrays import INDEX_DTYPES, Array, require_on_host
 
+_LARGEST = np.iinfo(np.int64).max
 _VIEWS = {
     np.dtype(np.uint16): "ml_dtypes.bfloat16",
     np.dtype(np.uint8): "ml_dtypes.float8_e4m3fn (or _e5m2)",
@@ -93,8 +94,9 @@ def whole_number(op: str, name: str, x: Any, low: int) -> int:
         raise TypeError(f"{op}: {name} must be an integer, got {x!r}") from None
     if is_boolean(x):
         raise TypeError(f"{op}: {name} must be an integer, got {x!r}")
-    if number < low:
-        raise ValueError(f"{op}: {name} must be {low} or more, got {x}")
+    if not low <= number <= _LARGEST:
+        most = ", below 2**63" if number > _LARGEST else ""
+        raise ValueError(f"{op}: {name} must be {low} or more{most}, got {x}")
     return number
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _pack_table = packer("PageTable")
 _INT32, _INT64 = INDEX_DTYPES
 _ANY = 2**63 - 1  # of indices or rows
+_LARGEST_PAGE = 2**31 - 1  # tokens: as many pages of so many as int32 counts wrap no int64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +65,7 @@ class PageTable(Noun):
     last_page_len : [batch_size] int32 or int64
         Tokens in each request's last page, 1 to ``page_size``; ignored without pages.
     page_size : int
-        Tokens a page holds.
+        Tokens a page holds, below 2**31.
 
     Raises
     ------
@@ -484,8 +485,11 @@ def page_size_of(op: str, page_size: Any) -> int:
         size = int(page_size)
     except (TypeError, ValueError, OverflowError):
         size = 0
-    if size < 1 or size != page_size or is_boolean(page_size):
-        raise ValueError(f"{op}: page_size must be a whole number of 1 or more, got {page_size!r}")
+    if not 1 <= size <= _LARGEST_PAGE or size != page_size or is_boolean(page_size):
+        most = f", below {_LARGEST_PAGE + 1}" if size > _LARGEST_PAGE else ""
+        raise ValueError(
+            f"{op}: page_size must be a whole number of 1 or more{most}, got {page_size!r}"
+        )
     return size
 
 

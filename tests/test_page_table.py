@@ -394,11 +394,16 @@ def test_counts_of_pages_that_are_no_integers_are_named(number):
 def test_lengths_whose_pages_no_integer_counts_are_refused_and_do_not_wrap():
     with pytest.raises(ValueError, match="the lengths need 9223372036854775808 pages, got 2"):
         PageTable.from_seq_lens(np.array([2**62, 2**62]), 1, pages=[1, 2])
-    message = "^PageTable: entry 0 is 68719476736, which int32 does not hold"
-    with pytest.raises(ValueError, match=message):  # last_page_len is of the dtype of the pages
-        PageTable.from_seq_lens([2**36], 2**36, xp=np)
-    wide = PageTable.from_seq_lens([2**36], 2**36, pages=np.array([0]))
-    assert wide.seq_lens_list() == [2**36]
+    large = PageTable([0, 2], np.array([0, 1]), [2**31 - 1], 2**31 - 1)
+    with pytest.raises(ValueError, match=r"entry 0 is 4294967294, which int32 does not hold"):
+        _ = large.seq_lens
+    assert large.token_indptr.tolist() == [0, 2**32 - 2]
+    for size in (2**31, 2**63 - 1, 2**64):
+        message = rf"^PageTable: page_size must be .* of 1 or more, below 2147483648, got {size}$"
+        with pytest.raises(ValueError, match=message):
+            PageTable([0, 2], np.array([0, 1]), [1], size)
+    with pytest.raises(ValueError, match=r"width must be 0 or more, below 2\*\*63, got 9223372036"):
+        large.block_table(2**63)
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "token_indptr"])
