@@ -341,6 +341,13 @@ def test_packed_keys_under_a_mask_have_a_tile_without_the_code_of_other_options(
     assert found == [(masked, not masked, masked)]
 
 
+@pytest.mark.parametrize("mask", [None, MASK], ids=["no mask", "a mask"])
+def test_few_rows_have_a_tile_with_the_code_of_masks_under_one(mask, table, gpu, tiles):
+    rows = cukv.RaggedTensor(queries(BATCH), fake_cupy(BATCH + 1, "int32"))
+    pages().prefill(rows, table, custom_mask=mask)
+    assert [(tile.kernel, tile.plain) for tile in tiles] == [("decode", mask is None)]
+
+
 def tiles_of_prefill(options, page_size, tiles, monkeypatch, head_dim=128):
     """Attend to pages, or to packed keys: how tiles are plain, paged and masked."""
     table = cukv.PageTable(
