@@ -19,7 +19,7 @@ from cukv._arrays import (
     read_only_reason,
     require_on_host,
 )
-from cukv._check import is_boolean, match, match_dtype, match_rows, match_writable
+from cukv._check import as_whole, is_boolean, match, match_dtype, match_rows, match_writable
 from cukv._index import host_scale
 from cukv._plan import Plan
 from cukv.masks import Mask, PackedMask, RaggedMask
@@ -102,12 +102,8 @@ def check_options(
 
 def check_window(op: str, window_left: int) -> int:
     """Give the window as an int: keys to the left of the query's own position; -1 is off."""
-    require_on_host(op, "window_left", window_left)
-    try:
-        window = int(window_left)
-    except (TypeError, ValueError, OverflowError):
-        window = -2
-    if window != window_left or window < -1 or is_boolean(window_left):
+    window = as_whole(op, "window_left", window_left)
+    if window is None or window < -1:
         raise ValueError(f"{op}: window_left must be a whole number, -1 = off, got {window_left}")
     return min(window, _LONGEST_WINDOW)
 

@@ -100,6 +100,16 @@ def whole_number(op: str, name: str, x: Any, low: int) -> int:
     return number
 
 
+def as_whole(op: str, name: str, x: Any) -> int | None:
+    """Give a number as an int if it is whole, however it is written; booleans are no numbers."""
+    require_on_host(op, name, x)
+    try:
+        number = int(x)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if number != x or is_boolean(x) else number
+
+
 def truth(op: str, name: str, x: Any) -> bool:
     """Give an option that is on or off as a bool. Arrays are none: a GPU's would be read."""
     if x is True or x is False:

@@ -32,6 +32,7 @@ from cukv._launches import (
     make_work,
     pack_query_rows,
     require_arrays,
+    require_planned_pages,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
@@ -412,14 +413,7 @@ class LatentAttention:
         assert plan.work is not None
         kind = plan.work.kind
         (tile,) = kind.tiles
-        if tile.aligned != self._aligned:
-            where = "at" if tile.aligned else "not at"
-            raise ValueError(
-                f"{op}: the plan was made for a cache of rows {where} multiples of 16 bytes, "
-                "unlike this one"
-            )
-        if kind.device != device:
-            raise ValueError(f"{op}: the plan was made for device={kind.device}, got {device}")
+        require_planned_pages(op, (tile.aligned, kind.device), self._aligned, device)
         return tile  # type: ignore[no-any-return]
 
 

@@ -38,6 +38,19 @@ class PlanKind:
     sizes: WorkSizes | None = None
 
 
+def require_planned_pages(op: str, planned: tuple[bool, int], aligned: bool, device: int) -> None:
+    """Raise unless pages are aligned as those that a plan was made for, and on their device."""
+    planned_aligned, planned_device = planned
+    if planned_aligned != aligned:
+        where = "at" if planned_aligned else "not at"
+        raise ValueError(
+            f"{op}: the plan was made for a cache of rows {where} multiples of 16 bytes, "
+            "unlike this one"
+        )
+    if planned_device != device:
+        raise ValueError(f"{op}: the plan was made for device={planned_device}, got {device}")
+
+
 def make_work(kind: PlanKind, call: PagedCall | LatentCall) -> WorkLists | None:
     """Make work lists; None: there is nothing to attend from."""
     if kind.sizes is None:

@@ -35,6 +35,7 @@ from cukv._launches import (
     mask_signature,
     require_arrays,
     require_mask,
+    require_planned_pages,
     work_of_call,
 )
 from cukv._plan import Batch, Cut, Plan, WorkSizes
@@ -466,12 +467,6 @@ class PagedAttention:
                 f"{op}: the plan is for values of at most {tile.head_dim_vo} elements, "
                 f"got {self._head_dim_vo}; leave out plan="
             )
-        if not isinstance(tile, Sm90Tile) and tile.aligned != self._aligned:
-            where = "at" if tile.aligned else "not at"
-            raise ValueError(
-                f"{op}: the plan was made for a cache of rows {where} multiples of 16 bytes, "
-                "unlike this one"
-            )
-        if planned != device:
-            raise ValueError(f"{op}: the plan was made for device={planned}, got {device}")
+        aligned = self._aligned if isinstance(tile, Sm90Tile) else tile.aligned
+        require_planned_pages(op, (aligned, planned), self._aligned, device)
         return tile, grid

@@ -17,13 +17,12 @@ from cukv._arrays import (
     empty,
     home,
     on_device_of,
-    require_on_host,
     set_to_zero,
 )
 from cukv._check import (
+    as_whole,
     check_indptr,
     check_rows_fit,
-    is_boolean,
     match_index,
     match_indptr,
     narrow,
@@ -480,13 +479,9 @@ def _count(n: int, like: Array) -> Array:
 
 def page_size_of(op: str, page_size: Any) -> int:
     """Give a page size as a Python int, which must be 1 or more."""
-    require_on_host(op, "page_size", page_size)
-    try:
-        size = int(page_size)
-    except (TypeError, ValueError, OverflowError):
-        size = 0
-    if not 1 <= size <= _LARGEST_PAGE or size != page_size or is_boolean(page_size):
-        most = f", below {_LARGEST_PAGE + 1}" if size > _LARGEST_PAGE else ""
+    size = as_whole(op, "page_size", page_size)
+    if size is None or not 1 <= size <= _LARGEST_PAGE:
+        most = f", below {_LARGEST_PAGE + 1}" if size is not None and size > _LARGEST_PAGE else ""
         raise ValueError(
             f"{op}: page_size must be a whole number of 1 or more{most}, got {page_size!r}"
         )
