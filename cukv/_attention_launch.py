@@ -7,25 +7,70 @@ from typing import TYPE_CHECKING, Any
 
 from cukv._arrays import FLOAT32, Array
 from cukv._attention import output_dtype
-from cukv._geometry import PrefillTile
-from cukv._index import pack_divisor
+from cukv._captures import launch_reader
+from cukv._geometry import DecodeTile, PrefillTile
+from cukv._index import UNIT_SCALE, pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
-from cukv._launches import are_aligned, pack_query_rows
+from cukv._launches import NO_LEVELS, are_aligned, pack_query_rows
 from cukv._plan import LONGEST_WINDOW
 from cukv._specialisations import KINDS, prefill_tiles
 from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
 
 if TYPE_CHECKING:
     from cukv._attention import PagedCall
-    from cukv._geometry import DecodeTile, Tile
+    from cukv._cascade import LevelBatch
+    from cukv._geometry import Tile
     from cukv._pages import PagePair
     from cukv._tiles import Grid
 
 _PER_CALL = (
     "table", "q", "o", "lse", "sinks", "first_seen", "levels", "work",
-    "q_scale", "k_scale", "v_scale",
+    "q_scale", "k_scale", "v_scale", "inputs_ready",
 )  # fmt: skip
 _VECTOR_BYTES = 16
+
+
+class CallLaunch:
+    """The launches of a call, one for each of its work lists.
+
+    ``arrays`` are the first of ``_PER_CALL``, up to ``first_seen``.
+    """
+
+    __slots__ = ("_is_reader", "_launches")
+
+    def __init__(self, launches: tuple[BoundLaunch, ...], first_tile: type | None) -> None:
+        self._launches = launches
+        # One of a kernel that looks at inputs_ready, and after which another may rely on it.
+        self._is_reader = len(launches) == 1 and first_tile is DecodeTile
+
+    def __call__(
+        self,
+        arrays: tuple[Any, ...],
+        lists: tuple[bytes, ...],
+        scales: tuple[Any, ...],
+        reads: tuple[Any, ...],
+        writes: tuple[Any, ...],
+        device: int,
+    ) -> None:
+        """Launch; ``reads`` and ``writes`` are ``launch_reader``'s."""
+        if self._is_reader:
+            arguments = (*arrays, NO_LEVELS, *lists, *scales)
+            launch_reader(self._launches[0], arguments, reads, writes, device)
+        else:
+            for launch, packed in zip(self._launches, lists, strict=True):
+                launch(*arrays, NO_LEVELS, packed, *scales, 0)
+
+    def cascade(
+        self,
+        arrays: tuple[Any, ...],
+        lists: tuple[bytes, ...],
+        scales: tuple[Any, ...],
+        levels: LevelBatch,
+    ) -> None:
+        """Launch a cascade: v_scale comes once, and so do sinks."""
+        shared, leaves = self._launches
+        shared(*arrays[:2], *levels.for_shared, lists[0], *scales[:2], UNIT_SCALE, 0)
+        leaves(*arrays, levels.packed, lists[1], *scales, 1)
 
 
 def bind(

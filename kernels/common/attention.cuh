@@ -16,6 +16,8 @@ struct AttentionParams {
     Scale q_scale;
     Scale k_scale;
     Scale v_scale;
+    int32_t inputs_ready;  // 1: the launch before this one writes nothing that this one reads, but
+                           // what levels leave; it began when all before it had ended
     Pages k_cache;
     Pages v_cache;
     QueryRows q_rows;

@@ -23,6 +23,17 @@ struct OperandPair {
     uint32_t b1;
 };
 
+// The registers a of mma_m16n8k16.
+struct LeftOperand {
+    uint32_t a[4];
+};
+
+// Two tiles of 8 rows each, as the product takes 8 columns, as 16 rows.
+__device__ __forceinline__ LeftOperand
+as_left(const OperandPair& first, const OperandPair& second) {
+    return {{first.b0, second.b0, first.b1, second.b1}};
+}
+
 // Two fp8 numbers, exactly, as a pair of halves.
 template <typename KV>
 __device__ __forceinline__ uint32_t halves_of(uint32_t two_bytes) {
@@ -55,6 +66,15 @@ struct KeyOperands {
                (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0) : swizzled<ROW_BYTES>(row, chunk));
     }
 
+    // The same where keys are a left operand's rows: of 16-bit elements, in the order that the
+    // product takes them in.
+    template <int ROW_BYTES>
+    static __device__ __forceinline__ uint32_t left_address(uint32_t keys) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        return is_fp8<KV> ? address<ROW_BYTES>(keys)
+                          : keys + swizzled<ROW_BYTES>(lane_idx % 16, lane_idx / 16);
+    }
+
     // Of keys [8 * tile, 8 * (tile + TILES)) and columns [16 * k_step, 16 * (k_step + 1)).
     template <int ROW_BYTES>
     __device__ __forceinline__ void load(uint32_t address, int tile, int k_step) {
@@ -67,6 +87,15 @@ struct KeyOperands {
             return halves_of_four<KV>(x[tile]);
         } else {
             return {x[2 * tile], x[2 * tile + 1]};
+        }
+    }
+
+    // Tiles `tile` and the next, loaded from left_address().
+    __device__ __forceinline__ LeftOperand left(int tile) const {
+        if constexpr (is_fp8<KV>) {
+            return as_left((*this)[tile], (*this)[tile + 1]);
+        } else {
+            return {{x[0], x[1], x[2], x[3]}};
         }
     }
 };
@@ -83,6 +112,14 @@ struct ValueOperands {
         const int lane_idx = threadIdx.x % WARP_SIZE;
         return values + (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0)
                                     : swizzled<ROW_BYTES>(lane_idx % 16, lane_idx / 16));
+    }
+
+    // The same where features are a left operand's rows, as KeyOperands has it.
+    template <int ROW_BYTES>
+    static __device__ __forceinline__ uint32_t left_address(uint32_t values) {
+        const int lane_idx = threadIdx.x % WARP_SIZE;
+        const int row = (lane_idx & 7) + (lane_idx >> 4) * 8, chunk = lane_idx >> 3 & 1;
+        return is_fp8<KV> ? address<ROW_BYTES>(values) : values + swizzled<ROW_BYTES>(row, chunk);
     }
 
     // Of values [token, token + TOKENS) and columns [8 * tile, 8 * (tile + 2)).
@@ -103,6 +140,17 @@ struct ValueOperands {
         } else {
             even = {x[0], x[1]};
             odd = {x[2], x[3]};
+        }
+    }
+
+    // Of the j-th 16 tokens, loaded from left_address().
+    __device__ __forceinline__ LeftOperand left(int j) const {
+        if constexpr (is_fp8<KV>) {
+            OperandPair even, odd;
+            get(j, even, odd);
+            return as_left(even, odd);
+        } else {
+            return {{x[0], x[1], x[2], x[3]}};
         }
     }
 };
