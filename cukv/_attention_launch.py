@@ -136,8 +136,7 @@ def is_plain(
 ) -> bool:
     """Tell whether a call is one that ``decode`` or ``prefill_sm80`` calls PLAIN.
 
-    None with a custom mask is: where index arrays hold garbage, so that requests share rows, the
-    MASKED tiles of ``prefill_sm80`` may read past the last of packed keys, which others never do.
+    One of ``prefill_sm80`` may have a custom mask, which it calls MASKED.
     """
     rows = (call.q,) if out is None else (call.q, out)  # a new one is contiguous, and alike
     if isinstance(tile, PrefillTile):
@@ -147,7 +146,7 @@ def is_plain(
     return (
         suits
         and sinks is None
-        and call.custom_mask is None
+        and (call.custom_mask is None or isinstance(tile, PrefillTile))
         and not options["logits_soft_cap"]
         and options["window_left"] < 0
         and tile[1:3] == tuple(part.array.shape[3] for part in pages)
