@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cukv._geometry import Tile
     from cukv._pages import PagePair
     from cukv._tiles import Grid
+    from cukv.page_table import PageTable
 
 _PER_CALL = (
     "table", "q", "o", "lse", "sinks", "first_seen", "levels", "work",
@@ -48,14 +49,13 @@ class CallLaunch:
         arrays: tuple[Any, ...],
         lists: tuple[bytes, ...],
         scales: tuple[Any, ...],
-        reads: tuple[Any, ...],
-        writes: tuple[Any, ...],
         device: int,
+        given: tuple[Any, ...],
     ) -> None:
-        """Launch; ``reads`` and ``writes`` are ``launch_reader``'s."""
+        """Launch; ``given`` are the arguments of ``_touched``."""
         if self._is_reader:
             arguments = (*arrays, NO_LEVELS, *lists, *scales)
-            launch_reader(self._launches[0], arguments, reads, writes, device)
+            launch_reader(self._launches[0], arguments, device, functools.partial(_touched, *given))
         else:
             for launch, packed in zip(self._launches, lists, strict=True):
                 launch(*arrays, NO_LEVELS, packed, *scales, 0)
@@ -71,6 +71,19 @@ class CallLaunch:
         shared, leaves = self._launches
         shared(*arrays[:2], *levels.for_shared, lists[0], *scales[:2], UNIT_SCALE, 0)
         leaves(*arrays, levels.packed, lists[1], *scales, 1)
+
+
+def _touched(
+    pages: PagePair,
+    table: PageTable,
+    q: Array,
+    sinks: Array | None,
+    scales: tuple[Any, ...],
+    *results: Array | None,
+) -> tuple[tuple[Any, ...], tuple[Array | None, ...]]:
+    """Give the arrays that a call reads, and those that it writes."""
+    k, v = pages
+    return (k.array, v.array, table.indices, q, sinks, *scales), results
 
 
 def bind(

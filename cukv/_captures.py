@@ -21,7 +21,7 @@ from cupy_backends.cuda.api.runtime import getDevice, streamIsCapturing
 from cukv._recording import recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from cukv._kernels import BoundLaunch
 
@@ -46,20 +46,20 @@ _last = _LastReader()
 def launch_reader(
     launch: BoundLaunch,
     arguments: tuple[Any, ...],
-    reads: Iterable[Any],
-    writes: Iterable[Any],
     device: int,
+    touched: Callable[[], tuple[Iterable[Any], Iterable[Any]]],
 ) -> None:
-    """Launch what reads and writes these arrays; ``inputs_ready`` becomes its last argument.
+    """Launch a kernel that takes ``inputs_ready``, which becomes its last argument.
 
-    ``reads`` and ``writes`` may have entries that are no arrays. Memory of the library's own, which
-    no other call reads, is left out.
+    ``touched`` gives the arrays that it reads, and those that it writes; entries may be no arrays.
+    Memory of the library's own, which no other call reads, is left out.
     """
     stream = get_current_stream().ptr if recorder.work is None else _NO_STREAM
     if stream in _NEVER_CAPTURED or not streamIsCapturing(stream):
         launch(*arguments, 0)
         return
     here = getDevice() == device
+    reads, writes = touched()
     node = _last_node(stream) if here else None
     follows = node is not None and node == _last.node
     launch(*arguments, int(follows and not _overlap(_last.writes, _ranges(reads))))

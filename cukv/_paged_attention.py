@@ -339,9 +339,8 @@ class PagedAttention:
                 0,  # windows begin at their distance
             )
             if levels is None:
-                k, v = self._pages
-                reads = (k.array, v.array, table.indices, q, sinks, *scales)
-                prepared.launch(arrays_at, work.packed, factors, reads, (out, lse), table.device)
+                given = self._pages, table, q, sinks, scales, out, lse
+                prepared.launch(arrays_at, work.packed, factors, table.device, given)
             else:
                 prepared.launch.cascade(arrays_at, work.packed, factors, levels)
         return (out, lse) if return_lse else out

@@ -159,7 +159,7 @@ class CascadeLevels(Noun):
             Bytes that sharing a run must save, against its pages in each of the runs and leaves
             below it; 0 shares whatever can be shared. By default half of them, as flat decode finds
             the other half in the L2, must be worth what a run costs (1 MB, and 33 kB a row for
-            partial states), and of all runs together 106 MB more, which an H200 reads in 24 us.
+            partial states), and of all runs together 120 MB more, which an H200 reads in 27 us.
         bytes_per_token : int
             Bytes of one token's keys and values, for counting what is saved; 4096 is 8 heads of
             128 in 16 bits.

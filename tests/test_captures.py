@@ -33,7 +33,7 @@ def capture(monkeypatch):
             state.node = (1, state.launches)
 
     def read(reads, writes):
-        _captures.launch_reader(launch, ("table",), reads, writes, 0)
+        _captures.launch_reader(launch, ("table",), 0, lambda: (reads, writes))
         return state.given
 
     def is_capturing(stream):
