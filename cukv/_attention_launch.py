@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cukv._arrays import FLOAT32, Array
 from cukv._attention import output_dtype
-from cukv._captures import launch_reader
+from cukv._captures import launch_overlapping
 from cukv._geometry import DecodeTile, PrefillTile
 from cukv._index import UNIT_SCALE, pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from cukv._geometry import Tile
     from cukv._pages import PagePair
     from cukv._tiles import Grid
-    from cukv.page_table import PageTable
 
 _PER_CALL = (
     "table", "q", "o", "lse", "sinks", "first_seen", "levels", "work",
@@ -37,12 +36,13 @@ class CallLaunch:
     ``arrays`` are the first of ``_PER_CALL``, up to ``first_seen``.
     """
 
-    __slots__ = ("_is_reader", "_launches")
+    __slots__ = ("_launches", "_overlaps")
 
     def __init__(self, launches: tuple[BoundLaunch, ...], first_tile: type | None) -> None:
         self._launches = launches
-        # One of a kernel that looks at inputs_ready, and after which another may rely on it.
-        self._is_reader = len(launches) == 1 and first_tile is DecodeTile
+        # Decode alone: no other kernel looks at inputs_ready, or lets the next one in only after it
+        # has waited itself.
+        self._overlaps = len(launches) == 1 and first_tile is DecodeTile
 
     def __call__(
         self,
@@ -50,12 +50,13 @@ class CallLaunch:
         lists: tuple[bytes, ...],
         scales: tuple[Any, ...],
         device: int,
-        given: tuple[Any, ...],
+        reads: tuple[Any, ...],
+        writes: tuple[Any, ...],
     ) -> None:
-        """Launch; ``given`` are the arguments of ``_touched``."""
-        if self._is_reader:
+        """Launch; ``reads`` and ``writes`` are ``launch_overlapping``'s."""
+        if self._overlaps:
             arguments = (*arrays, NO_LEVELS, *lists, *scales)
-            launch_reader(self._launches[0], arguments, device, functools.partial(_touched, *given))
+            launch_overlapping(self._launches[0], arguments, device, reads, writes)
         else:
             for launch, packed in zip(self._launches, lists, strict=True):
                 launch(*arrays, NO_LEVELS, packed, *scales, 0)
@@ -67,23 +68,10 @@ class CallLaunch:
         scales: tuple[Any, ...],
         levels: LevelBatch,
     ) -> None:
-        """Launch a cascade: v_scale comes once, and so do sinks."""
+        """Launch a cascade. v_scale and sinks come once; the leaves wait for states only."""
         shared, leaves = self._launches
         shared(*arrays[:2], *levels.for_shared, lists[0], *scales[:2], UNIT_SCALE, 0)
         leaves(*arrays, levels.packed, lists[1], *scales, 1)
-
-
-def _touched(
-    pages: PagePair,
-    table: PageTable,
-    q: Array,
-    sinks: Array | None,
-    scales: tuple[Any, ...],
-    *results: Array | None,
-) -> tuple[tuple[Any, ...], tuple[Array | None, ...]]:
-    """Give the arrays that a call reads, and those that it writes."""
-    k, v = pages
-    return (k.array, v.array, table.indices, q, sinks, *scales), results
 
 
 def bind(
@@ -149,17 +137,16 @@ def is_plain(
 ) -> bool:
     """Tell whether a call is one that ``decode`` or ``prefill_sm80`` calls PLAIN.
 
-    One of ``prefill_sm80`` may have a custom mask, which it calls MASKED.
+    One of ``prefill_sm80`` may be causal, or have a custom mask: MASKED there.
     """
     rows = (call.q,) if out is None else (call.q, out)  # a new one is contiguous, and alike
     if isinstance(tile, PrefillTile):
         suits = _has_runs(pages, tile.tokens // tile.warps)
     else:
-        suits = not options["causal"]
+        suits = not options["causal"] and call.custom_mask is None
     return (
         suits
         and sinks is None
-        and (call.custom_mask is None or isinstance(tile, PrefillTile))
         and not options["logits_soft_cap"]
         and options["window_left"] < 0
         and tile[1:3] == tuple(part.array.shape[3] for part in pages)
@@ -186,8 +173,11 @@ def goes_by_halves(tile: Tile, pages: PagePair, call: PagedCall, capped: bool) -
 
 
 def _has_runs(pages: PagePair, tokens: int) -> bool:
-    """Tell whether aligned runs of so many tokens lie in one page, and strides in 32 bits."""
-    runs = pages.consecutive or pages.page_size % tokens == 0
+    """Tell whether aligned runs of so many tokens lie in one page, and numbers in 32 bits."""
+    if pages.consecutive:
+        runs = all(len(part.array) < 1 << 31 for part in pages)  # whose pages are rows
+    else:
+        runs = pages.page_size % tokens == 0
     return runs and all(0 <= s < 1 << 32 for part in pages for s in part.array.strides[:2])
 
 

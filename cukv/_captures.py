@@ -1,10 +1,11 @@
-"""Launches of a captured graph whose inputs are ready: the launch before them writes none.
+"""Captures: what comes before a launch in a graph, and launches that overlap with it.
 
 A launch waits for the one before it, which may have written what it reads. Outside of a capture
-nobody knows what that was. While a stream is captured, the graph says which node is last: if it is
-a launch of this module, what it writes is known, and where the next reads none of it that one may
-begin to read while the other ends (``inputs_ready`` in kernels/common/attention.cuh). Whatever
-else was captured in between is the last node then, and is waited for.
+nobody knows what that one was. While a stream is captured, the graph says which node is last. If
+that is a launch of this module, what it writes is known; a launch that reads none of that begins to
+read while the other ends (programmatic dependent launch; ``inputs_ready`` in
+kernels/common/attention.cuh). Anything else that was captured in between is the last node, and is
+waited for.
 """
 
 from __future__ import annotations
@@ -15,85 +16,106 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import cupy as cp
+import numpy as np
 from cupy.cuda import get_current_stream
 from cupy_backends.cuda.api.runtime import getDevice, streamIsCapturing
 
 from cukv._recording import recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from cukv._kernels import BoundLaunch
 
     Range = tuple[int, int]  # addresses
     Node = tuple[int, int]  # a capture's number, and the node's address
 
-_NO_STREAM = -1
-_NEVER_CAPTURED = (_NO_STREAM, 0, 1)  # the legacy stream must not even be asked during a capture
+_LEGACY_STREAMS = (0, 1)  # which must not even be asked during a capture
+_ANYWHERE = (0, 1 << 64)  # of an array of another library, whose address is not known here
 _ACTIVE = 1  # CUstreamCaptureStatus
 
 
-class _LastReader(threading.local):
+class _LastLaunch(threading.local):
     """The last launch that this thread captured here: its node, and the memory that it writes."""
 
     node: Node | None = None
-    writes: list[Range] = []  # noqa: RUF012
+    writes: tuple[Range, ...] = ()
 
 
-_last = _LastReader()
+_last = _LastLaunch()
 
 
-def launch_reader(
+def launch_overlapping(
     launch: BoundLaunch,
     arguments: tuple[Any, ...],
     device: int,
-    touched: Callable[[], tuple[Iterable[Any], Iterable[Any]]],
+    reads: Iterable[Any],
+    writes: Iterable[Any],
 ) -> None:
     """Launch a kernel that takes ``inputs_ready``, which becomes its last argument.
 
-    ``touched`` gives the arrays that it reads, and those that it writes; entries may be no arrays.
-    Memory of the library's own, which no other call reads, is left out.
+    ``reads`` and ``writes`` are its arrays; entries may be numbers or None. A plan's slots and
+    tickets, which its calls share, are left out: the kernel waits before it touches them.
     """
-    stream = get_current_stream().ptr if recorder.work is None else _NO_STREAM
-    if stream in _NEVER_CAPTURED or not streamIsCapturing(stream):
+    stream = get_current_stream().ptr if recorder.work is None else 0
+    if stream in _LEGACY_STREAMS or getDevice() != device or not streamIsCapturing(stream):
         launch(*arguments, 0)
         return
-    here = getDevice() == device
-    reads, writes = touched()
-    node = _last_node(stream) if here else None
+    node = _last_node(stream)
     follows = node is not None and node == _last.node
     launch(*arguments, int(follows and not _overlap(_last.writes, _ranges(reads))))
-    _last.node, _last.writes = _last_node(stream) if here else None, _ranges(writes)
+    _last.node, _last.writes = _last_node(stream), _ranges(writes)
 
 
-def _ranges(arrays: Iterable[Any]) -> list[Range]:
-    """Give the addresses between which the elements of arrays lie."""
-    return [cp.byte_bounds(x) for x in arrays if isinstance(x, cp.ndarray) and x.size]
+def _ranges(arrays: Iterable[Any]) -> tuple[Range, ...]:
+    """Give the addresses between which the elements of arrays on a GPU lie."""
+    return tuple(
+        cp.byte_bounds(x) if isinstance(x, cp.ndarray) else _ANYWHERE
+        for x in arrays
+        if hasattr(x, "__dlpack__") and not isinstance(x, (np.ndarray, np.generic))
+    )
 
 
 def _overlap(some: Iterable[Range], others: Iterable[Range]) -> bool:
     """Tell whether ranges have an address in common."""
-    return any(a < d and c < b for a, b in some for c, d in others)
-
-
-@functools.cache
-def _capture_info() -> Any:
-    """Find the driver's call that knows edges of early launches; None: it is from before 12.3."""
-    call = getattr(ctypes.CDLL("libcuda.so.1"), "cuStreamGetCaptureInfo_v3", None)
-    if call is not None:
-        call.argtypes = (ctypes.c_void_p,) * 7
-    return call
+    return any(max(a, c) < min(b, d) for a, b in some for c, d in others)
 
 
 def _last_node(stream: int) -> Node | None:
-    """Give the node that what a stream captures next depends on; None: none, or several."""
-    call = _capture_info()
-    if call is None:
-        return None
+    """Give the node that what a stream captures next depends on; None: none, or several.
+
+    Drivers from before CUDA 12.3 do not say where launches overlap: None.
+    """
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, edges = ctypes.c_void_p(), ctypes.c_void_p()
     nodes = ctypes.POINTER(ctypes.c_void_p)()
-    error = call(stream, *map(ctypes.byref, (status, number, graph, nodes, edges, count)))
-    if error or status.value != _ACTIVE or count.value != 1:
+    try:
+        ask = driver("cuStreamGetCaptureInfo_v3", *(ctypes.c_void_p,) * 7)
+    except AttributeError:
+        return None
+    ask(stream, *map(ctypes.byref, (status, number, graph, nodes, edges, count)))
+    if status.value != _ACTIVE or count.value != 1:
         return None
     return number.value, nodes[0] or 0
+
+
+def capture_id(stream: int) -> int:
+    """Number that the driver gives to a capture, and to no other of this process."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    ask = driver("cuStreamGetCaptureInfo_v2", *(ctypes.c_void_p,) * 6)
+    ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value
+
+
+@functools.cache
+def driver(name: str, *arguments: Any) -> Any:
+    """Find a function of the driver that CuPy does not call; one that fails raises."""
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function.argtypes = arguments
+    function.errcheck = functools.partial(_raise, name)
+    return function
+
+
+def _raise(name: str, error: int, function: Any, arguments: Any) -> None:
+    if error:
+        raise RuntimeError(f"cukv: {name} gave CUDA error {error}")

@@ -101,11 +101,13 @@ class PagedAttention:
         "_maps",
         "_pages",
         "_prepared",
+        "_stores",
     )
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
         k, v = pages
+        self._stores = k.array, v.array
         self._head_dim_vo = v.array.shape[3]
         row_bytes = [pages.array.shape[3] * pages.dtype.itemsize for pages in (k, v)]
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
@@ -339,8 +341,8 @@ class PagedAttention:
                 0,  # windows begin at their distance
             )
             if levels is None:
-                given = self._pages, table, q, sinks, scales, out, lse
-                prepared.launch(arrays_at, work.packed, factors, table.device, given)
+                reads = (*self._stores, table.indices, q, sinks, *scales)
+                prepared.launch(arrays_at, work.packed, factors, table.device, reads, (out, lse))
             else:
                 prepared.launch.cascade(arrays_at, work.packed, factors, levels)
         return (out, lse) if return_lse else out

@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     auto& ring = smem.ring[warp_idx];
 
     // 1 the CTA's part, and its first keys and queries on their way; keys into the L2 even before
-    //   earlier launches have ended. Where what this launch reads is there, the launch before is
-    //   waited for no sooner than something is written, or its states are needed.
+    //   earlier launches have ended. Where inputs are ready, the launch before is waited for only
+    //   as a warp comes to its last step, or before anything is written or its states are read.
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
     if constexpr (Cta::LOOKS_EARLY) {
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             const uint32_t k_smem = smem_address(ring[stage]), v_smem = k_smem + Ring::V_OFFSET;
             typename Cta::Scores s;
             multiply_keys<KV, Ring::K_ROW_BYTES>(s, operands, k_smem);
-            const typename Cta::Values values(v_smem);  // on their way while weights are made
+            const typename Cta::Values values(v_smem);  // if they stay, on their way meanwhile
             // Not behind the branch of the cap, where they would take 8 registers more:
             const int32_t token = item.first_token + step * TOKENS;
             const typename Ring::KeyBits keys = smem.keys[warp_idx][stage];
@@ -239,11 +239,11 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             logits.apply(s, scales);
             sight.mask(p, s, token, keys);
             const auto weights = warp.weigh(s);
-            if (Cta::V_STAYS) {
+            if constexpr (Cta::V_STAYS) {
                 loader.issue(stage);
             }
             multiply_values<KV>(warp.o, weights, values);
-            if (!Cta::V_STAYS) {
+            if constexpr (!Cta::V_STAYS) {
                 loader.issue(stage);
             }
             stage = stage + 1 == STAGES ? 0 : stage + 1;

@@ -128,6 +128,7 @@ class FakeGpus:
             (_captures, "get_current_stream", Stream),
             (_captures, "streamIsCapturing", lambda stream: stream in self.capturing),
             (_captures, "getDevice", get_device),
+            (_captures, "_last_node", lambda stream: None),
             # A function, grid, CTA, bytes of shared memory, a stream, and parameters.
             (_kernels, "launchKernel", lambda *args: launch(args[0], args[8])),
             (_kernels, "_cu_launch_kernel_ex", lambda: launch_ex),

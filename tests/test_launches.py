@@ -331,7 +331,7 @@ MASK = next(mask for mask in masks() if mask is not None)
         ({"sinks": fake_cupy(HEADS, "float32")}, 128, False),
     ],
 )
-def test_packed_keys_under_a_mask_have_a_tile_without_the_code_of_other_options(
+def test_prefill_under_a_mask_alone_has_a_tile_of_its_own_if_keys_are_packed(
     options, head_dim, masked, page_size, tiles, monkeypatch
 ):
     masked = masked and page_size is None

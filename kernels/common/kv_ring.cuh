@@ -52,7 +52,8 @@ struct StepWalk : StepPlace {
 
     __device__ __forceinline__ bool done() const { return item_idx >= end_item; }
 
-    // Whether at most one step is left.
+    // Whether the step is the warp's last, or none. It may not be known yet: items behind may have
+    // no step for it.
     __device__ __forceinline__ bool is_ending() const {
         return item_idx + 1 >= end_item && end_token - token <= WARPS / SHARERS * TOKENS;
     }
@@ -262,7 +263,7 @@ struct KvLoader {
 
     // Starts the copies of the next step into a buffer, as one group, which is empty past the last
     // step: whoever waits counts groups.
-    // Before the last step the next launch may be placed, so that its CTAs are there when this
+    // Before the last step the next launch is let in, so that its CTAs are placed as soon as this
     // launch's end. It may rely on the end of all launches before this one.
     __device__ __forceinline__ void issue(int stage) {
         __syncwarp();  // the buffer, and the rows of the step before, have been read

@@ -136,18 +136,18 @@ struct SwappedWeights {
 
 // The values of a buffer as left operands. Loaded at once if they STAY in registers, and then the
 // buffer may be filled again; else every time that they are asked for.
-template <typename KV, int ROW_BYTES, int FEAT_TILES_, int TOKENS, bool STAY>
+template <typename KV, int ROW_BYTES, int FEAT_TILES, int TOKENS, bool STAY>
 struct SwappedValues {
-    using Values = ValueOperands<KV>;
-    static constexpr int FEAT_TILES = FEAT_TILES_, LOADS = TOKENS / Values::TOKENS;
-    static_assert(TOKENS % Values::TOKENS == 0, "values are loaded whole ldmatrix at a time");
+    using Loaded = ValueOperands<KV>;
+    static constexpr int LOADS = TOKENS / Loaded::TOKENS;
+    static_assert(TOKENS % Loaded::TOKENS == 0, "values are loaded whole ldmatrix at a time");
 
     uint32_t from;
-    Values held[STAY ? FEAT_TILES : 1][LOADS];
+    Loaded held[STAY ? FEAT_TILES : 1][LOADS];
 
     // Of the buffer that begins at `values`.
     __device__ __forceinline__ explicit SwappedValues(uint32_t values)
-        : from(Values::template left_address<ROW_BYTES>(values)) {
+        : from(Loaded::template left_address<ROW_BYTES>(values)) {
         if constexpr (STAY) {
 #pragma unroll
             for (int i = 0; i < FEAT_TILES * LOADS; ++i) {
@@ -156,12 +156,12 @@ struct SwappedValues {
         }
     }
 
-    __device__ __forceinline__ void load(Values& a, int tile, int i) const {
-        a.template load<ROW_BYTES>(from, i * Values::TOKENS, 2 * tile);
+    __device__ __forceinline__ void load(Loaded& a, int tile, int i) const {
+        a.template load<ROW_BYTES>(from, i * Loaded::TOKENS, 2 * tile);
     }
 
     // Two tiles of 8 features, the tile-th two, of the i-th tokens.
-    __device__ __forceinline__ void get(Values& a, int tile, int i) const {
+    __device__ __forceinline__ void get(Loaded& a, int tile, int i) const {
         if constexpr (STAY) {
             a = held[tile][i];
         } else {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void multiply_values(
     float (&o)[N_TILES][FEAT_TILES][4],
     const SwappedWeights<ROWS, TOKENS>& weights,
     const Values& values) {
-    using Loaded = ValueOperands<KV>;
+    using Loaded = typename Values::Loaded;
 #pragma unroll
     for (int tile = 0; tile < FEAT_TILES; ++tile) {
         if (is_fp8<KV> && tile % 4 == 0) {
