@@ -55,7 +55,8 @@ def launch_overlapping(
     """Launch a kernel that takes ``inputs_ready``, which becomes its last argument.
 
     ``reads`` and ``writes`` are its arrays; entries may be numbers or None. A plan's slots and
-    tickets, which its calls share, are left out: the kernel waits before it touches them.
+    tickets, which its calls share, are left out: the kernel waits before it touches them. Two
+    threads must not launch on one captured stream at a time.
     """
     stream = get_current_stream().ptr if recorder.work is None else 0
     if stream in _LEGACY_STREAMS or getDevice() != device or not streamIsCapturing(stream):
@@ -82,18 +83,18 @@ def _overlap(some: Iterable[Range], others: Iterable[Range]) -> bool:
 
 
 def _last_node(stream: int) -> Node | None:
-    """Give the node that what a stream captures next depends on; None: none, or several.
+    """Give the node that what a stream captures next depends on; None: none, several or not known.
 
-    Drivers from before CUDA 12.3 do not say where launches overlap: None.
+    Drivers from before CUDA 12.3 have no such call.
     """
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, edges = ctypes.c_void_p(), ctypes.c_void_p()
     nodes = ctypes.POINTER(ctypes.c_void_p)()
     try:
         ask = driver("cuStreamGetCaptureInfo_v3", *(ctypes.c_void_p,) * 7)
-    except AttributeError:
+        ask(stream, *map(ctypes.byref, (status, number, graph, nodes, edges, count)))
+    except (AttributeError, RuntimeError):
         return None
-    ask(stream, *map(ctypes.byref, (status, number, graph, nodes, edges, count)))
     if status.value != _ACTIVE or count.value != 1:
         return None
     return number.value, nodes[0] or 0

@@ -1,14 +1,17 @@
 """Launches whose inputs are ready: only right behind one of their own that writes none of them."""
 
+import functools
 from types import SimpleNamespace
 
 import cupy as cp
 import numpy as np
 import pytest
-from cases import DLPackOnly, PagedCase, captured, on
+from cases import BF16, DLPackOnly, PagedCase, captured, on, random_rows
+from fake_gpus import FakeGpus
 from tolerances import assert_same_bits
 
-from cukv import _attention_launch, _captures
+import cukv
+from cukv import RaggedTensor, _attention_launch, _captures
 
 CAPTURED, LEGACY = 64, 0  # streams
 FOREIGN = (1, 0xF0)  # a node that is not this module's
@@ -129,6 +132,79 @@ def test_launches_outside_of_the_capture_wait_and_are_no_part_of_it(capture, els
     capture.stream, capture.recorded, capture.device = CAPTURED, None, 0
     _captures.recorder.work = None
     assert capture.read((K, V, Q), (OUT,)) == 1  # the node is still the first one's
+
+
+# What calls say that they read and write
+
+
+@pytest.fixture
+def touched(monkeypatch):
+    """Addresses that launches say they read, and write; on a GPU that is not there."""
+    found = []
+
+    def spy(launch, arguments, device, reads, writes):
+        found.append([{r[0] for r in _captures._ranges(arrays)} for arrays in (reads, writes)])
+
+    monkeypatch.setattr(_attention_launch, "launch_overlapping", spy)
+    with FakeGpus(monkeypatch, "90"):
+        yield found
+
+
+class Memory:
+    """Arrays at addresses of their own, where there is no memory."""
+
+    def __init__(self):
+        self.addresses = {}
+
+    def __call__(self, name, shape, dtype=BF16):
+        dtype = np.dtype(dtype)
+        address = (len(self.addresses) + 1) << 32
+        self.addresses[name] = address
+        return at(address, int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+
+    def of(self, *names):
+        return {self.addresses[name] for name in names}
+
+
+SCALES = ("q_scale", "k_scale", "v_scale")
+READ = ("k", "v", "indices", "q", "sinks", *SCALES)
+
+
+def test_decode_says_all_that_it_reads_and_writes(touched):
+    memory = Memory()
+    k, v = (memory(name, (6, 16, 2, 64)) for name in "kv")
+    table = cukv.PageTable(
+        memory("indptr", (3,), "int32"), memory("indices", (6,), "int32"),
+        memory("last_page_len", (2,), "int32"), 16,
+    )  # fmt: skip
+    q, out = (memory(name, (2, 8, 64)) for name in ("q", "out"))
+    options = {"sinks": memory("sinks", (8,), "float32")}
+    options |= {name: memory(name, (), "float32") for name in SCALES}
+    lse = memory("lse", (2, 8), "float32")
+    cukv.PagedKVCache((k, v)).decode(q, table, out=out, lse=lse, **options)
+    assert touched == [[memory.of(*READ), memory.of("out", "lse")]]
+
+
+def test_new_results_are_said_to_be_written_too(touched):
+    memory = Memory()
+    q = memory("q", (1, 8, 64))
+    cache = cukv.PagedKVCache(memory("data", (6, 2, 16, 2, 64)))
+    table = cukv.PageTable.from_seq_lens([40], 16, xp=np)
+    table = table._map(lambda x: memory(str(len(memory.addresses)), x.shape, x.dtype))
+    o, lse = cache.decode(q, table, return_lse=True)
+    assert touched[0][1] == {o.data.ptr, lse.data.ptr}
+
+
+def test_few_rows_over_packed_keys_say_what_they_read(touched):
+    memory = Memory()
+    indptr = memory("indptr", (3,), "int32")
+    q = RaggedTensor(memory("q", (2, 8, 64)), indptr)
+    k, v = (RaggedTensor(memory(name, (50, 2, 64)), indptr) for name in "kv")
+    out = memory("out", (2, 8, 64))
+    q.prefill(k, v, out=out)
+    reads, writes = touched[0]
+    assert memory.of("q", "k", "v") <= reads
+    assert writes == memory.of("out")
 
 
 # On a GPU
@@ -283,3 +359,94 @@ def test_outside_of_a_capture_nothing_is_known(rng, told):
             layers.decode(i)
     layers.decode(0)
     assert told == 5 * [0]
+
+
+@pytest.mark.gpu
+def test_what_a_fork_brings_back_is_waited_for(rng, told):
+    layers = Layers(rng)
+    data = layers.caches[1].data
+    bits, side = data.view(np.uint16), cp.cuda.Stream(non_blocking=True)
+
+    def call():
+        stream = cp.cuda.get_current_stream()
+        side.wait_event(stream.record())
+        with side:
+            for _ in range(33):
+                bits[...] ^= np.uint16(0x8000)
+        first = layers.decode(0)
+        stream.wait_event(side.record())
+        return [first, layers.decode(1), layers.decode(2)]
+
+    check_replays(call, told, [0, 0, 1], restoring(data))
+
+
+@pytest.mark.gpu
+def test_nodes_of_two_captures_differ(rng):
+    layers = Layers(rng)
+    nodes = []
+
+    def call():
+        layers.decode(0)
+        nodes.append(_captures._last_node(cp.cuda.get_current_stream().ptr))
+
+    for _ in range(2):
+        with captured(call):
+            assert nodes[-3:-1] == [None, None]  # of the calls before the capture
+    assert None not in (nodes[2], nodes[5])
+    assert nodes[2] != nodes[5]
+
+
+# A launch of a few CTAs that take long, then one of any that take no time: what follows that one is
+# placed at once, and must find the end of both.
+
+
+class Uneven:
+    """One request on eight CTAs and one of a token, with a row of queries each."""
+
+    def __init__(self, rng):
+        case = PagedCase((2048,), num_kv_heads=8, head_dim=128, dtype="bfloat16")
+        cache, table = case.nouns(case.arrays(rng), cp)
+        self.q = on(cp, case.queries(rng, 1, 32))
+        plan = cache.plan(self.q, table, batch_invariant=True)  # so that it is not split
+        brief = cukv.PageTable.from_seq_lens([1], 16, xp=cp)
+        other = cukv.PagedKVCache(on(cp, random_rows(rng, (1, 2, 16, 8, 128), "bfloat16")))
+        brief_plan = other.plan(self.q, brief)
+        self.long = functools.partial(cache.decode, self.q, table, plan=plan)
+        self.brief = functools.partial(other.decode, self.q, brief, plan=brief_plan)
+
+
+@pytest.mark.gpu
+def test_keys_that_the_last_launch_but_one_wrote_are_there(rng, told):
+    layers, uneven = Layers(rng), Uneven(rng)
+    data = layers.caches[0].data
+    page = data[int(layers.table.indices[0])].reshape(-1)[: uneven.q.size]
+
+    def call():
+        uneven.long(out=page.reshape(uneven.q.shape))
+        return [uneven.brief(), layers.decode(0)]
+
+    check_replays(call, told, [0, 1, 1], restoring(data))
+
+
+@pytest.mark.gpu
+def test_queries_that_the_last_launch_but_one_wrote_are_there(rng, told):
+    layers, uneven = Layers(rng), Uneven(rng)
+    q = layers.q.copy()
+
+    def call():
+        uneven.long(out=q[:1])
+        return [uneven.brief(), layers.decode(0, q)]
+
+    check_replays(call, told, [0, 1, 1], restoring(q))
+
+
+@pytest.mark.gpu
+def test_results_in_the_same_place_are_those_of_the_last(rng, told):
+    uneven = Uneven(rng)
+    out = cp.empty_like(uneven.q)
+
+    def call():
+        uneven.long(out=out)
+        return [uneven.brief(out=out)]
+
+    check_replays(call, told, [0, 1])
