@@ -188,8 +188,10 @@ class PagePair:
     def _check_rows(self, op: str, k: Array, v: Array, table: PageTable) -> None:
         """Raise unless there are as many rows of both, in the home of all."""
         if k.shape[:1] != v.shape[:1]:
-            dims = {"nnz": k.shape[0]} if k.ndim else {}
-            match(op, self.second.name, v, ("nnz", "num_heads", "head_dim"), dims)
+            pattern = ("nnz", "num_heads", "head_dim")
+            num_heads, head_dim = self.first.array.shape[2:]
+            match(op, self.first.name, k, pattern, {"num_heads": num_heads, "head_dim": head_dim})
+            match(op, self.second.name, v, pattern, {"nnz": k.shape[0]})
         names = {self.first.name: k, self.second.name: v}
         home(op, cache=self.first.array, table=table.indptr, **names)
 

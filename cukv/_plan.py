@@ -59,8 +59,8 @@ class Plan:
     A plan belongs to shapes, dtypes and options, and raises when a call's differ. It keeps its
     index arrays and follows their contents when ``update`` is called; without that, a call under
     changed lengths touches no foreign memory but gives unspecified values. It serves one stream at
-    a time. On NumPy arrays there is nothing to prepare: a plan only checks that its calls are the
-    ones it was made for.
+    a time. On NumPy arrays there is nothing to prepare: a plan only compares shapes, dtypes and
+    options.
     """
 
     op: str

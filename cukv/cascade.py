@@ -334,7 +334,7 @@ class CascadeLevels(Noun):
         ----------
         q : [nnz, num_qo_heads, head_dim] array, or RaggedTensor
             Rows in the caller's order, which ``row_order`` translates. Rows that the levels do not
-            name are padding.
+            name are padding. A RaggedTensor's own indptr is not consulted.
         cache : PagedKVCache
             Holds the pages of all levels.
         causal : bool
@@ -354,7 +354,7 @@ class CascadeLevels(Noun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [nnz, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output.
+            Where to write the output: no memory twice, and none of ``lse``.
         lse : [nnz, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool

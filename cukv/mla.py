@@ -209,7 +209,7 @@ class MLAPagedCache(CacheNoun):
         Parameters
         ----------
         ckv, kpe : [nnz, head_dim_ckv], [nnz, head_dim_kpe], or with a head axis of 1
-            Packed rows, converted where their dtype is not the cache's.
+            Packed rows of one dtype, converted where it is not the cache's.
         table, indptr, batch_indices, positions
             As in ``PagedKVCache.append``.
         ckv_scale, kpe_scale : float, or float32 [1] on the device
@@ -360,7 +360,7 @@ class MLAPagedCache(CacheNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [rows, num_qo_heads, head_dim_ckv] float16, bfloat16 or float32
-            Where to write the output.
+            Where to write the output: no memory twice, and none of ``lse``.
         lse : [rows, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool

@@ -176,7 +176,11 @@ class PageTable(Noun):
         like = next(given, None)
         if like is None:
             like = empty(op, (0,), _INT32, xp)
-        host_lens = values(np.asarray(lens)) if isinstance(lens, (*SEQUENCES, np.ndarray)) else None
+        host_lens = None
+        if isinstance(lens, (*SEQUENCES, np.ndarray)):
+            host_lens = as_index(op, "lens", lens, None)
+            match_index(op, "lens", host_lens)
+            host_lens = values(host_lens)
         lens = as_index(op, "lens", lens, like)
         pages = None if pages is None else as_index(op, "pages", pages, like)
         xp = home(op, lens=lens, pages=pages)

@@ -379,7 +379,8 @@ class PagedKVCache(CacheNoun):
         call = PagedCall(op, rows, qo_indptr, table, causal, window_left, custom_mask)
         if self._attention is not None:
             return self._attention.plan(call, batch_invariant)
-        return Plan(op, check_paged_call(call, self._pages)[0])
+        key, _ = check_paged_call(call, self._pages)
+        return Plan(op, key, batch_invariant=batch_invariant)
 
     def decode(
         self,
@@ -420,7 +421,7 @@ class PagedKVCache(CacheNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [batch_size, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output.
+            Where to write the output: no memory twice, and none of ``lse``.
         lse : [batch_size, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool
@@ -440,8 +441,8 @@ class PagedKVCache(CacheNoun):
             On a GPU: a float32 cache; a head_dim or head_dim_vo that is not a multiple of 8 up to
             256, or needs more shared memory than this GPU has.
         TypeError, ValueError
-            Wrong home, dtype, shape, option, or a plan made for another call; on a GPU, no plan
-            for a call that is captured into a graph.
+            Wrong home, dtype, shape, option, or a plan made for another call; on a GPU, a plan made
+            from another table, and no plan for a call that is captured into a graph.
 
         Notes
         -----
@@ -509,8 +510,9 @@ return_lse
         NotImplementedError
             On a GPU: what ``decode`` does not take there.
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask; on a
-            GPU, no plan for a call that is captured into a graph.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call; on a GPU, a
+            plan made from other index arrays or another mask, and no plan for a call that is
+            captured into a graph.
 
         Notes
         -----

@@ -266,7 +266,7 @@ class RaggedTensor(ArrayNoun):
         batch_invariant = truth(op, "batch_invariant", batch_invariant)
         key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)
         if xp is np:
-            return Plan(op, key)
+            return Plan(op, key, batch_invariant=batch_invariant)
         pages = ragged_pages(op, k, k if v is None else v)
         sides = self.rows, self.indptr, pages.table
         call = PagedCall(op, *sides, causal, window_left, custom_mask)
@@ -315,7 +315,7 @@ class RaggedTensor(ArrayNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [nnz, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output.
+            Where to write the output: no memory twice, and none of ``lse``.
         lse : [nnz, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool
@@ -334,8 +334,9 @@ class RaggedTensor(ArrayNoun):
             On a GPU: float32 keys, a head_dim that is no multiple of 8 up to 256, a plan whose
             tiles are too narrow for v (where ``head_dim_vo`` exceeds ``head_dim``).
         TypeError, ValueError
-            Wrong home, dtype, shape, option or mask, or a plan made for another call or mask; on a
-            GPU, no plan for a call that is captured into a graph.
+            Wrong home, dtype, shape, option or mask, or a plan made for another call; on a GPU, a
+            plan made from other index arrays or another mask, and no plan for a call that is
+            captured into a graph.
 
         Notes
         -----

@@ -261,8 +261,13 @@ def test_numbers_that_float32_does_not_hold_are_no_caps_and_no_scales(make):
     for cap in (1e300, 3.5e38, 1e-39, 5e-324):
         with pytest.raises(ValueError, match=r"logits_soft_cap must be .* in float32, got \d"):
             cache.decode(q, table, logits_soft_cap=cap)
-    with pytest.raises(ValueError, match=r"sm_scale must be finite in float32, got 1e\+300$"):
-        cache.decode(q, table, sm_scale=1e300)
+    for scale in (1e300, 2**200):
+        with pytest.raises(ValueError, match=r"sm_scale must be finite in float32, got 1"):
+            cache.decode(q, table, sm_scale=scale)
+
+
+def test_a_scale_is_any_integer_that_float32_reaches():
+    assert host_scale("op", "sm_scale", 2**70) == 2.0**70
 
 
 def test_numbers_are_not_read_from_a_gpu():

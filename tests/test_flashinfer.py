@@ -434,9 +434,24 @@ def test_single_masks_are_booleans_or_bits(rng):
     lens = np.array([0, 5]), np.array([0, 9])
     want = reference.ragged_prefill(q, lens[0], k, v, lens[1], custom_mask=mask.reshape(-1))
     bits = flashinfer.packbits(mask, "little")
-    for options in ({"custom_mask": mask}, {"packed_custom_mask": bits}):
+    for options in (
+        {"custom_mask": mask},
+        {"custom_mask": mask.reshape(-1)},
+        {"packed_custom_mask": bits},
+    ):
         got = flashinfer.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True, **options)
         assert_attends(got, want, v)
+    for wrong in (
+        mask.T,
+        np.ones((6, 9), bool),
+        np.ones((5, 10), bool),
+        np.ones(44, bool),
+        mask[None],
+    ):
+        with pytest.raises(
+            ValueError, match=r"custom_mask must be \[qo_len=5, kv_len=9\], or flat"
+        ):
+            flashinfer.single_prefill_with_kv_cache(q, k, v, custom_mask=wrong)
 
 
 # Prefill
@@ -478,6 +493,18 @@ def test_a_mask_that_is_too_short_raises_when_it_is_planned(rng):
     arrays = CASE.arrays(rng)
     with pytest.raises(ValueError, match="data must be"):
         prefill_wrapper(CASE, arrays, custom_mask=np.ones(7, bool))
+
+
+@pytest.mark.parametrize("kind", ["padded", "dense"])
+def test_masks_of_a_batch_that_are_not_flat_raise(kind, rng):
+    arrays, num_rows = CASE.arrays(rng), np.diff(QO_INDPTR)
+    shape = (sum(num_rows), sum(CASE.kv_lens))
+    if kind == "padded":
+        shape = (len(num_rows), max(num_rows), max(CASE.kv_lens))
+    with pytest.raises(
+        ValueError, match="custom_mask must be the masks of the requests, flattened"
+    ):
+        prefill_wrapper(CASE, arrays, custom_mask=np.ones(shape, bool))
 
 
 def test_the_lse_comes_in_the_base_and_layout_asked_for(rng):

@@ -92,6 +92,23 @@ def test_pages_are_handed_out_in_order_and_not_copied(xp):
     assert len(PageTable.from_seq_lens([17, 3], 16, pages).indices) == 3
 
 
+@pytest.mark.parametrize(
+    ("lens", "message"),
+    [
+        ([2**70], "got 1180591620717411303424, which int64 does not hold"),
+        (["a"], "got "),
+        ([None], "got object"),
+        ([1.5], "got float64"),
+        ([[1], [2, 3]], "got sequences among them"),
+    ],
+)
+def test_lengths_that_are_no_integers_are_named(lens, message):
+    with pytest.raises(
+        TypeError, match=f"^PageTable.from_seq_lens: lens must be integers, {message}"
+    ):
+        PageTable.from_seq_lens(lens, 4, xp=np)
+
+
 def test_lengths_that_need_too_many_pages_raise(xp):
     for lens, options, message in (
         ([17, 3], {"pages": [1, 2]}, "the lengths need 3 pages, got 2"),

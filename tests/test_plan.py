@@ -607,6 +607,7 @@ def test_a_plan_is_a_plan(xp):
     assert "window_left=5" in shown
     assert "\n" not in shown
     assert repr(cache.plan(rows(xp), table)).startswith("Plan(PagedKVCache.prefill, q=((9, 4, 64)")
+    assert "batch_invariant=True" in repr(cache.plan(rows(xp), table, batch_invariant=True))
     for wrong in (3, "plan", object()):
         with pytest.raises(TypeError, match=r"plan must be a Plan, got <class '\w+'>"):
             cache.decode(queries(xp), table, plan=wrong)

@@ -36,8 +36,13 @@ class PrefillWrapper(Wrapper):
             bits = data(op, "packed_custom_mask", packed_custom_mask)
             mask = PackedMask(bits, qo_indptr, kv_indptr)
         elif custom_mask is not None:
-            flags = data(op, "custom_mask", custom_mask).reshape(-1)
-            mask = RaggedMask(flags, qo_indptr, kv_indptr)
+            flags = data(op, "custom_mask", custom_mask)
+            if flags.ndim != 1 and (flags.ndim != 2 or len(qo_indptr) != 2):
+                raise ValueError(
+                    f"{op}: custom_mask must be the masks of the requests, flattened, one behind "
+                    f"the other, [sum of qo_len * kv_len], got {list(flags.shape)}"
+                )
+            mask = RaggedMask(flags.reshape(-1), qo_indptr, kv_indptr)
         else:
             return None
         if self.on_host:

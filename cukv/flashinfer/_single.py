@@ -107,7 +107,14 @@ def attend_alone(
         if packed_custom_mask is not None:
             mask = PackedMask(data(op, "packed_custom_mask", packed_custom_mask), *lens)
         elif custom_mask is not None:
-            mask = RaggedMask(data(op, "custom_mask", custom_mask).reshape(-1), *lens)
+            flags = data(op, "custom_mask", custom_mask)
+            shape = (lens[0][1], lens[1][1])
+            if flags.shape not in (shape, (shape[0] * shape[1],)):
+                raise ValueError(
+                    f"{op}: custom_mask must be [qo_len={shape[0]}, kv_len={shape[1]}], or "
+                    f"flattened, got {list(flags.shape)}"
+                )
+            mask = RaggedMask(flags.reshape(-1), *lens)
         kv = (RaggedTensor(x, lens[1], kv_layout) for x in (keys, values))
         if o_dtype is not None:
             options["out"] = new_output(op, rows, values.shape[2], dtype_of(op, "o_dtype", o_dtype))
