@@ -21,7 +21,7 @@ from cukv._arrays import (
     home,
     read_only_reason,
 )
-from cukv._check import check_indptr, match, match_dtype, match_index, whole_number
+from cukv._check import check_indptr, check_rows_fit, match, match_dtype, match_index, whole_number
 from cukv._check import values as host_values
 from cukv._index import (
     NO_INDEX,
@@ -233,12 +233,13 @@ class PagePair:
         nnz, like = len(rows[0]), table.indptr
         table.validate(self.first.array.shape[0])
         if positions is None or batch_indices is None:
-            if indptr is None:
-                indptr = np.arange(table.batch_size + 1)
-            indptr = as_index(op, "indptr", indptr, like)
+            given = indptr is not None
+            indptr = as_index(op, "indptr", indptr if given else range(table.batch_size + 1), like)
             match_index(op, "indptr", indptr, table.batch_size + 1)
             home(op, table=like, indptr=indptr)
             check_indptr(op, "indptr", host_values(indptr), nnz, "rows")
+            if given:  # or else a row without a token is skipped
+                check_rows_fit(op, host_values(indptr), host_values(table.seq_lens))
             batch_indices, positions = reference.batch_indices_positions(
                 indptr, table.seq_lens, nnz
             )

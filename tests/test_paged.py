@@ -1478,6 +1478,17 @@ def zeros(shape, dtype="float16"):
     return np.zeros(shape, kind)
 
 
+def test_more_rows_than_a_sequence_has_tokens_raise_on_the_host():
+    cache, table = hosts()
+    counts = table.seq_lens
+    rows = zeros((int(counts[0]) + 1, 2, 64))
+    with pytest.raises(
+        ValueError, match=r"append: request 0 has \d+ tokens but \d+ rows to append"
+    ):
+        cache.append(rows, rows, table, indptr=[0, len(rows), len(rows)])
+    assert not cache.data.any()
+
+
 HOMES = [pytest.param(hosts, zeros, id="host"), pytest.param(fakes, fake_cupy, id="device")]
 
 
