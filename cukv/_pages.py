@@ -238,11 +238,10 @@ class PagePair:
             match_index(op, "indptr", indptr, table.batch_size + 1)
             home(op, table=like, indptr=indptr)
             check_indptr(op, "indptr", host_values(indptr), nnz, "rows")
+            seq_lens = table.seq_lens
             if given:  # or else a row without a token is skipped
-                check_rows_fit(op, host_values(indptr), host_values(table.seq_lens))
-            batch_indices, positions = reference.batch_indices_positions(
-                indptr, table.seq_lens, nnz
-            )
+                check_rows_fit(op, indptr, seq_lens)
+            batch_indices, positions = reference.batch_indices_positions(indptr, seq_lens, nnz)
         batch_indices = as_index(op, "batch_indices", batch_indices, like)
         positions = as_index(op, "positions", positions, like)
         for name, array in (("batch_indices", batch_indices), ("positions", positions)):

@@ -354,7 +354,7 @@ class CascadeLevels(Noun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [nnz, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output: no memory twice, and none of ``lse``.
+            Where to write the output. It must overlap neither itself nor ``lse``.
         lse : [nnz, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool

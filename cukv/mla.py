@@ -360,7 +360,7 @@ class MLAPagedCache(CacheNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [rows, num_qo_heads, head_dim_ckv] float16, bfloat16 or float32
-            Where to write the output: no memory twice, and none of ``lse``.
+            Where to write the output. It must overlap neither itself nor ``lse``.
         lse : [rows, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool

@@ -18,6 +18,7 @@ from cukv._arrays import (
     home,
     on_device_of,
     set_to_zero,
+    to_home,
 )
 from cukv._check import (
     as_whole,
@@ -176,19 +177,19 @@ class PageTable(Noun):
         like = next(given, None)
         if like is None:
             like = empty(op, (0,), _INT32, xp)
-        host_lens = None
-        if isinstance(lens, (*SEQUENCES, np.ndarray)):
-            host_lens = as_index(op, "lens", lens, None)
-            match_index(op, "lens", host_lens)
-            host_lens = values(host_lens)
-        lens = as_index(op, "lens", lens, like)
+        if isinstance(lens, SEQUENCES):
+            lens = as_index(op, "lens", lens, None)
+            on_host, lens = lens, to_home(lens, like)
+        else:
+            lens = as_array(op, "lens", lens)
+            on_host = lens if isinstance(lens, np.ndarray) else None
         pages = None if pages is None else as_index(op, "pages", pages, like)
         xp = home(op, lens=lens, pages=pages)
         match_index(op, "lens", lens)
         if pages is not None:
             match_index(op, "pages", pages)
-        if host_lens is not None:
-            num_pages = _checked_capacity(op, host_lens, size, pages, num_pages)
+        if on_host is not None:
+            num_pages = _checked_capacity(op, values(on_host), size, pages, num_pages)
         elif num_pages is None:
             if pages is None:
                 raise ValueError(f"{op}: lens is on the device: give pages or num_pages (capacity)")

@@ -421,7 +421,7 @@ class PagedKVCache(CacheNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [batch_size, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output: no memory twice, and none of ``lse``.
+            Where to write the output. It must overlap neither itself nor ``lse``.
         lse : [batch_size, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool

@@ -37,7 +37,8 @@ class PrefillWrapper(Wrapper):
             mask = PackedMask(bits, qo_indptr, kv_indptr)
         elif custom_mask is not None:
             flags = data(op, "custom_mask", custom_mask)
-            if flags.ndim != 1 and (flags.ndim != 2 or len(qo_indptr) != 2):
+            most_axes = 2 if len(qo_indptr) == 2 else 1  # a single request's may be as it is
+            if not 1 <= flags.ndim <= most_axes:
                 raise ValueError(
                     f"{op}: custom_mask must be the masks of the requests, flattened, one behind "
                     f"the other, [sum of qo_len * kv_len], got {list(flags.shape)}"
