@@ -7,25 +7,71 @@ from typing import TYPE_CHECKING, Any
 
 from cukv._arrays import FLOAT32, Array
 from cukv._attention import output_dtype
-from cukv._geometry import PrefillTile
-from cukv._index import pack_divisor
+from cukv._captures import launch_overlapping
+from cukv._geometry import DecodeTile, PrefillTile
+from cukv._index import UNIT_SCALE, pack_divisor
 from cukv._kernels import WARP, BoundLaunch, kernel
-from cukv._launches import are_aligned, pack_query_rows
+from cukv._launches import NO_LEVELS, are_aligned, pack_query_rows
 from cukv._plan import LONGEST_WINDOW
 from cukv._specialisations import KINDS, prefill_tiles
 from cukv._tensor_maps import KvMaps, MappedLaunch, Rows
 
 if TYPE_CHECKING:
     from cukv._attention import PagedCall
-    from cukv._geometry import DecodeTile, Tile
+    from cukv._cascade import LevelBatch
+    from cukv._geometry import Tile
     from cukv._pages import PagePair
     from cukv._tiles import Grid
 
 _PER_CALL = (
     "table", "q", "o", "lse", "sinks", "first_seen", "levels", "work",
-    "q_scale", "k_scale", "v_scale",
+    "q_scale", "k_scale", "v_scale", "inputs_ready",
 )  # fmt: skip
 _VECTOR_BYTES = 16
+
+
+class CallLaunch:
+    """The launches of a call, one for each of its work lists.
+
+    ``arrays`` are the first of ``_PER_CALL``, up to ``first_seen``.
+    """
+
+    __slots__ = ("_launches", "_overlaps")
+
+    def __init__(self, launches: tuple[BoundLaunch, ...], first_tile: type | None) -> None:
+        self._launches = launches
+        # Decode alone: no other kernel looks at inputs_ready, or lets the next one in only after it
+        # has waited itself.
+        self._overlaps = len(launches) == 1 and first_tile is DecodeTile
+
+    def __call__(
+        self,
+        arrays: tuple[Any, ...],
+        lists: tuple[bytes, ...],
+        scales: tuple[Any, ...],
+        device: int,
+        reads: tuple[Any, ...],
+        writes: tuple[Any, ...],
+    ) -> None:
+        """Launch; ``reads`` and ``writes`` are ``launch_overlapping``'s."""
+        if self._overlaps:
+            arguments = (*arrays, NO_LEVELS, *lists, *scales)
+            launch_overlapping(self._launches[0], arguments, device, reads, writes)
+        else:
+            for launch, packed in zip(self._launches, lists, strict=True):
+                launch(*arrays, NO_LEVELS, packed, *scales, 0)
+
+    def cascade(
+        self,
+        arrays: tuple[Any, ...],
+        lists: tuple[bytes, ...],
+        scales: tuple[Any, ...],
+        levels: LevelBatch,
+    ) -> None:
+        """Launch a cascade. v_scale and sinks come once; the leaves wait for states only."""
+        shared, leaves = self._launches
+        shared(*arrays[:2], *levels.for_shared, lists[0], *scales[:2], UNIT_SCALE, 0)
+        leaves(*arrays, levels.packed, lists[1], *scales, 1)
 
 
 def bind(
@@ -91,18 +137,16 @@ def is_plain(
 ) -> bool:
     """Tell whether a call is one that ``decode`` or ``prefill_sm80`` calls PLAIN.
 
-    None with a custom mask is: where index arrays hold garbage, so that requests share rows, the
-    MASKED tiles of ``prefill_sm80`` may read past the last of packed keys, which others never do.
+    One of ``prefill_sm80`` may be causal, or have a custom mask: MASKED there.
     """
     rows = (call.q,) if out is None else (call.q, out)  # a new one is contiguous, and alike
     if isinstance(tile, PrefillTile):
         suits = _has_runs(pages, tile.tokens // tile.warps)
     else:
-        suits = not options["causal"]
+        suits = not options["causal"] and call.custom_mask is None
     return (
         suits
         and sinks is None
-        and call.custom_mask is None
         and not options["logits_soft_cap"]
         and options["window_left"] < 0
         and tile[1:3] == tuple(part.array.shape[3] for part in pages)
@@ -129,8 +173,11 @@ def goes_by_halves(tile: Tile, pages: PagePair, call: PagedCall, capped: bool) -
 
 
 def _has_runs(pages: PagePair, tokens: int) -> bool:
-    """Tell whether aligned runs of so many tokens lie in one page, and strides in 32 bits."""
-    runs = pages.consecutive or pages.page_size % tokens == 0
+    """Tell whether aligned runs of so many tokens lie in one page, and numbers in 32 bits."""
+    if pages.consecutive:
+        runs = all(len(part.array) < 1 << 31 for part in pages)  # whose pages are rows
+    else:
+        runs = pages.page_size % tokens == 0
     return runs and all(0 <= s < 1 << 32 for part in pages for s in part.array.strides[:2])
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cukv")
 
+_SUFFIXES = (".cubin", ".name")
+
 
 @functools.cache
 def cuda_include() -> str:
@@ -97,10 +99,15 @@ def cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        temporary = tempfile.mkdtemp(prefix="cukv-")
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-        log.warning("cannot write compiled kernels (%s): they go to %s", error, temporary)
-        return Path(temporary)
+        return _temporary_folder(error)
+
+
+def _temporary_folder(error: Exception) -> Path:
+    """Make a folder for this process alone, because another cannot be written."""
+    temporary = tempfile.mkdtemp(prefix="cukv-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    log.warning("cannot write compiled kernels (%s): they go to %s", error, temporary)
+    return Path(temporary)
 
 
 def cubin(name: str, arch: str, template_args: dict[str, Any]) -> tuple[Path, str]:
@@ -109,14 +116,23 @@ def cubin(name: str, arch: str, template_args: dict[str, Any]) -> tuple[Path, st
     headers = Path(cuda_include(), "cuda_fp16.h").stat().st_mtime_ns
     identity = repr((expression, flags, headers, nvrtc.getVersion(), digest()))
     key = f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
-    path, lowered_path = (cache_folder() / f"{key}{suffix}" for suffix in (".cubin", ".name"))
-    if not (path.exists() and lowered_path.exists()):
-        log.info("compiling %s for %s", expression, arch)
-        binary, lowered, _ = compile_kernels(name, arch, [template_args])
-        # The name first: whoever sees the cubin finds its name too.
-        _write_whole(lowered_path, lowered[0].encode())
-        _write_whole(path, binary)
-    return path, lowered_path.read_text(encoding="ascii")
+    path, lowered_path = (cache_folder() / f"{key}{suffix}" for suffix in _SUFFIXES)
+    if path.exists() and lowered_path.exists():
+        return path, lowered_path.read_text(encoding="ascii")
+    log.info("compiling %s for %s", expression, arch)
+    binary, lowered, _ = compile_kernels(name, arch, [template_args])
+    try:
+        return _write_both(cache_folder(), key, binary, lowered[0]), lowered[0]
+    except OSError as error:  # a full disk
+        return _write_both(_temporary_folder(error), key, binary, lowered[0]), lowered[0]
+
+
+def _write_both(folder: Path, key: str, binary: bytes, lowered: str) -> Path:
+    """Write a cubin and its name; the name first: whoever sees the cubin finds its name too."""
+    path, lowered_path = (folder / f"{key}{suffix}" for suffix in _SUFFIXES)
+    _write_whole(lowered_path, lowered.encode())
+    _write_whole(path, binary)
+    return path
 
 
 def _write_whole(path: Path, content: bytes) -> None:

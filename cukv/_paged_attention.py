@@ -22,13 +22,12 @@ from cukv._attention import (
     output_dtype,
     require_plan,
 )
-from cukv._attention_launch import bind, goes_by_halves, is_plain
+from cukv._attention_launch import CallLaunch, bind, goes_by_halves, is_plain
 from cukv._check import match_aligned, match_rows
 from cukv._geometry import DecodeTile, PrefillTile, Sm90Tile
-from cukv._index import UNIT_SCALE, host_scale, pack_scales
+from cukv._index import host_scale, pack_scales
 from cukv._launches import (
     AS_GIVEN,
-    NO_LEVELS,
     PlanKind,
     array_signature,
     make_work,
@@ -82,7 +81,7 @@ class _Prepared(NamedTuple):
     """What calls of one signature share: that of their arrays and options, and of their plans."""
 
     kind: PlanKind  # of the plan that a call without one makes
-    launches: tuple[BoundLaunch, ...]  # of each work list
+    launch: CallLaunch
 
 
 class PagedAttention:
@@ -102,11 +101,13 @@ class PagedAttention:
         "_maps",
         "_pages",
         "_prepared",
+        "_stores",
     )
 
     def __init__(self, pages: PagePair) -> None:
         self._pages = pages
         k, v = pages
+        self._stores = k.array, v.array
         self._head_dim_vo = v.array.shape[3]
         row_bytes = [pages.array.shape[3] * pages.dtype.itemsize for pages in (k, v)]
         self._aligned = all(n % 16 == 0 for n in (*row_bytes, k.alignment, v.alignment))
@@ -340,15 +341,10 @@ class PagedAttention:
                 0,  # windows begin at their distance
             )
             if levels is None:
-                for launch, packed in zip(prepared.launches, work.packed, strict=True):
-                    launch(*arrays_at, NO_LEVELS, packed, *factors)
+                reads = (*self._stores, table.indices, q, sinks, *scales)
+                prepared.launch(arrays_at, work.packed, factors, table.device, reads, (out, lse))
             else:
-                shared, leaves = prepared.launches
-                packed, packed_leaves = work.packed
-                # v_scale comes once, and so do sinks
-                unscaled = (*factors[:2], UNIT_SCALE)
-                shared(table.packed, q_at, *levels.for_shared, packed, *unscaled)
-                leaves(*arrays_at, levels.packed, packed_leaves, *factors)
+                prepared.launch.cascade(arrays_at, work.packed, factors, levels)
         return (out, lse) if return_lse else out
 
     def _prepare(
@@ -405,7 +401,7 @@ class PagedAttention:
                     theirs = (None, levels.o, levels.lse)
                 launches.of_tiles[name] = bind(tile, grid, *mine, q, *theirs)
             bound.append(launches.of_tiles[name])
-        return _Prepared(kind, tuple(bound))
+        return _Prepared(kind, CallLaunch(tuple(bound), type(tiles[0][0]) if tiles else None))
 
     def _kv_maps(self, tile: Sm90Tile) -> KvMaps:
         """Give the tensor maps of keys and values, made once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import cupy as cp
 import numpy as np
 
 from cukv._arrays import empty, is_capturing, on_device_of
+from cukv._captures import capture_id, driver
 from cukv._recording import recorder
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def allocate_scratch(op: str, shape: tuple[int, ...], dtype: np.dtype[Any], like
     stream = cp.cuda.get_current_stream(device).ptr
     num_bytes = math.prod(shape) * dtype.itemsize
     with on_device_of(like):
-        kept = _of_captures.setdefault((_capture_id(stream), stream, device), [])
+        kept = _of_captures.setdefault((capture_id(stream), stream, device), [])
         if not kept or kept[-1].nbytes < num_bytes:
             kept.append(_own_memory(num_bytes))
     return kept[-1][:num_bytes].view(dtype).reshape(shape)
@@ -45,32 +45,10 @@ def allocate_scratch(op: str, shape: tuple[int, ...], dtype: np.dtype[Any], like
 def _own_memory(num_bytes: int) -> Array:
     """Allocate bytes outside of CuPy's pool, which a capture in global mode allows of this call."""
     mode = ctypes.c_int(cp.cuda.runtime.streamCaptureModeRelaxed)
-    exchange = _driver("cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
+    exchange = driver("cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
     exchange(mode)
     try:
         memory = cp.cuda.Memory(max(num_bytes, 1))
     finally:
         exchange(mode)
     return cp.ndarray((num_bytes,), np.uint8, cp.cuda.MemoryPointer(memory, 0))
-
-
-def _capture_id(stream: int) -> int:
-    """Number that the driver gives to a capture, and to no other of this process."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    ask = _driver("cuStreamGetCaptureInfo_v2", *(ctypes.c_void_p,) * 6)
-    ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
-    return number.value
-
-
-@functools.cache
-def _driver(name: str, *arguments: Any) -> Any:
-    """Find a function of the driver that CuPy does not call; one that fails raises."""
-    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    function.argtypes = arguments
-    function.errcheck = functools.partial(_raise, name)
-    return function
-
-
-def _raise(name: str, error: int, function: Any, arguments: Any) -> None:
-    if error:
-        raise RuntimeError(f"cukv: {name} gave CUDA error {error}")

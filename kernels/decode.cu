@@ -52,6 +52,10 @@ struct DecodeCta {
     // There are registers for the queries of this item.
     static constexpr bool Q_STAYS = ROWS <= 16 && HEAD_DIM_QK <= 128;
 
+    // There are registers for all values of a step: then its buffer is filled again before they
+    // are multiplied.
+    static constexpr bool V_STAYS = !is_fp8<KV> && STAGES > 1 && ROWS <= 16 && HEAD_DIM_VO <= 128;
+
     // A tile of one buffer is for leaves, whose launch has nothing to wait for before it begins.
     static constexpr bool LOOKS_EARLY = ALIGNED && STAGES > 1;
 
@@ -65,6 +69,7 @@ struct DecodeCta {
     using Operands = SwappedQueries<KV, HEAD_DIM_QK, ROWS, Q_STAYS>;
     using Scores = SwappedScores<ROWS, TOKENS>;
     using Warp = SwappedState<KV, ROWS, HEAD_DIM_VO>;
+    using Values = SwappedValues<KV, Ring::V_ROW_BYTES, HEAD_DIM_VO / 16, TOKENS, V_STAYS>;
 
     // Buffers begin at multiples of 1024 bytes: with 16 the copies into them lose 10 % and more.
     struct Smem {
@@ -121,20 +126,18 @@ struct DecodeCta {
     // Ends an item whose warps' states are in shared memory: finishes the tile if the item is all
     // of it, or else leaves the item's state in its slot, and finishes the tile if it is the last.
     static __device__ __forceinline__ void finish_item(
-        const DecodeParams& p, Smem& smem, const Item& item, int kv_head, int first_warp) {
-        if (p.levels.given()) {
+        const DecodeParams& p, Smem& smem, const Item& item, int kv_head) {
+        if (p.inputs_ready) {
             griddepcontrol_wait();
         }
         if (item.first_slot < 0) {
             each_vector(p, item, [&](int row, int feat) {
-                finish(p, item, kv_head, row, feat, [&] {
-                    return smem.states.merge(row, feat, first_warp);
-                });
+                finish(p, item, kv_head, row, feat, [&] { return smem.states.merge(row, feat); });
             });
         } else if (item.num_rows > 0) {
             const Slots<ROWS, HEAD_DIM_VO> slots{p.work, item, kv_head};
             each_vector(p, item, [&](int row, int feat) {
-                const auto state = smem.states.merge(row, feat, first_warp);
+                const auto state = smem.states.merge(row, feat);
                 slots.store_sums(state.o[0], row, feat);
                 if (feat == 0) {
                     slots.store_state(state.m, state.d, row);
@@ -174,15 +177,14 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     auto& ring = smem.ring[warp_idx];
 
     // 1 the CTA's part, and its first keys and queries on their way; keys into the L2 even before
-    //   earlier launches have ended. The launch that leaves states for this one begins when all
-    //   before it have ended, so that all else is there: it is waited for where its states are
-    //   needed.
+    //   earlier launches have ended. Where inputs are ready, the launch before is waited for only
+    //   as a warp comes to its last step, or before anything is written or its states are read.
     const int kv_head = blockIdx.x % p.work.num_kv_heads;
     const int part = blockIdx.x / p.work.num_kv_heads;
-    if (!p.levels.given()) {
-        if constexpr (Cta::LOOKS_EARLY) {
-            prefetch_first_keys<Ring>(p, part, kv_head);
-        }
+    if constexpr (Cta::LOOKS_EARLY) {
+        prefetch_first_keys<Ring>(p, part, kv_head);
+    }
+    if (!p.inputs_ready) {
         griddepcontrol_wait();
     }
     Item item = load_item(p.work.first_items + part);
@@ -228,6 +230,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             const uint32_t k_smem = smem_address(ring[stage]), v_smem = k_smem + Ring::V_OFFSET;
             typename Cta::Scores s;
             multiply_keys<KV, Ring::K_ROW_BYTES>(s, operands, k_smem);
+            const typename Cta::Values values(v_smem);  // if they stay, on their way meanwhile
             // Not behind the branch of the cap, where they would take 8 registers more:
             const int32_t token = item.first_token + step * TOKENS;
             const typename Ring::KeyBits keys = smem.keys[warp_idx][stage];
@@ -235,14 +238,20 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             logits.row_scales(scales, smem.q[q_buffer], swapped_row);
             logits.apply(s, scales);
             sight.mask(p, s, token, keys);
-            multiply_values<KV, Ring::V_ROW_BYTES>(warp.o, warp.weigh(s), v_smem);
-            loader.issue(stage);
+            const auto weights = warp.weigh(s);
+            if constexpr (Cta::V_STAYS) {
+                loader.issue(stage);
+            }
+            multiply_values<KV>(warp.o, weights, values);
+            if constexpr (!Cta::V_STAYS) {
+                loader.issue(stage);
+            }
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
 
         // 4 one state of all warps, and the result if no other CTA has more of the tile
         __syncthreads();  // the states of the item before have been read
-        smem.states.store(warp);
+        smem.states.store(warp, (warp_idx - first_warp) & (WARPS - 1));
         if (has_next) {
             if (!Q_AHEAD) {
                 queries.load(p, p.work.items[item_idx + 1], kv_head);
@@ -250,7 +259,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
             queries.store(smem.q[q_buffer ^ 1], p.q_rows.kind);
         }
         __syncthreads();  // states and queries are there
-        Cta::finish_item(p, smem, item, kv_head, first_warp);
+        Cta::finish_item(p, smem, item, kv_head);
         first_warp = (first_warp + steps) & (WARPS - 1);
         if (has_next) {
             item = p.work.items[item_idx + 1];

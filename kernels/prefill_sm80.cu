@@ -333,6 +333,7 @@ __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         }
         Cta::Results::finish(p, item, smem.kv_head, warp, smem.last);
         if (own.is_last()) {
+            cp_async_commit_group();   // what was asked for beyond the last step
             cp_async_wait_group<0>();  // nothing lands after the end
             return;
         }

@@ -9,7 +9,15 @@ from typing import NamedTuple
 import cupy as cp
 from cases import fake_cupy
 
-from cukv import _arrays, _kernels, _latent_attention, _paged_attention, _plan, _tensor_maps
+from cukv import (
+    _arrays,
+    _captures,
+    _kernels,
+    _latent_attention,
+    _paged_attention,
+    _plan,
+    _tensor_maps,
+)
 from cukv._noun import Noun
 
 STREAM_OFFSET = 32  # in CUlaunchConfig
@@ -117,6 +125,10 @@ class FakeGpus:
             (_plan, "getDevice", get_device),
             (_kernels, "getDevice", get_device),
             (_kernels, "get_current_stream", Stream),
+            (_captures, "get_current_stream", Stream),
+            (_captures, "streamIsCapturing", lambda stream: stream in self.capturing),
+            (_captures, "getDevice", get_device),
+            (_captures, "_last_node", lambda stream: None),
             # A function, grid, CTA, bytes of shared memory, a stream, and parameters.
             (_kernels, "launchKernel", lambda *args: launch(args[0], args[8])),
             (_kernels, "_cu_launch_kernel_ex", lambda: launch_ex),

@@ -24,6 +24,8 @@ PATH = TREE / "tests" / "gpu_record.json"
 HOST_SOURCES = tuple(
     f"cukv/{name}.py"
     for name in (
+        "_attention_launch",
+        "_captures",
         "_cubins",
         "_geometry",
         "_kernels",

@@ -224,8 +224,9 @@ _UNMEASURED = paragraph(
     "below make the table, on a machine with a GPU."
 )
 _HOW = (
-    "GPU time under CUDA-graph replay with inputs rotated past the L2; answers are checked before "
-    "anything is timed. Shares are of what that card itself did:"
+    "GPU time under CUDA-graph replay with inputs rotated past the L2, where calls of `decode` "
+    "follow each other and overlap at their ends; answers are checked before anything is timed. "
+    "Shares are of what that card itself did:"
 )
 _LIMITS = paragraph(
     "What is asked of times in the same run, and what they were; of several shapes the one that is "

@@ -565,7 +565,7 @@ def test_scratch_of_a_capture_is_on_the_arrays_device(gpus, rng, monkeypatch):
 
     monkeypatch.setattr(_scratch, "_of_captures", {})
     monkeypatch.setattr(_scratch, "_own_memory", own_memory)
-    monkeypatch.setattr(_scratch, "_capture_id", lambda stream: asked.append(gpus.current))
+    monkeypatch.setattr(_scratch, "capture_id", lambda stream: asked.append(gpus.current))
     gpus.capturing.add(1)
     for call in (copy_pages, pack):
         _scratch._of_captures.clear()

@@ -138,15 +138,39 @@ def test_many_threads_on_an_empty_cache_all_get_the_same_file(cache):
     assert sorted(p.suffix for p in cache.iterdir()) == [".cubin"] * 4 + [".name"] * 4
 
 
-def test_a_write_that_fails_leaves_nothing(cache, monkeypatch):
-    def fail(self, target):
-        raise OSError("no space left")
+@pytest.fixture
+def full_disk(cache, monkeypatch):
+    """Folders, the cache's at first, in which no file can be put in its place."""
+    full = [cache]
+    replace = Path.replace
+
+    def put(self, target):
+        if any(folder in target.parents for folder in full):
+            raise OSError("no space left")
+        return replace(self, target)
 
     cache.mkdir()
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(Path, "replace", put)
+    return full
+
+
+def test_a_kernel_that_finds_no_room_goes_to_a_temporary_folder(cache, full_disk, caplog):
+    path, lowered = _cubins.cubin("seq_lens", ARCH, {})
+    assert list(cache.iterdir()) == []
+    assert path.stat().st_size > 0
+    assert path.with_suffix(".name").read_text() == lowered
+    assert "no space left" in caplog.text
+    shutil.rmtree(path.parent)
+
+
+def test_a_write_that_fails_leaves_nothing(cache, full_disk, monkeypatch, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    full_disk.append(elsewhere)
+    monkeypatch.setattr(_cubins.tempfile, "mkdtemp", lambda prefix: str(elsewhere))
     with pytest.raises(OSError, match="no space left"):
         _cubins.cubin("seq_lens", ARCH, {})
-    assert list(cache.iterdir()) == []
+    assert list(cache.iterdir()) == list(elsewhere.iterdir()) == []
 
 
 # The folder

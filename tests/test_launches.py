@@ -320,10 +320,25 @@ MASK = next(mask for mask in masks() if mask is not None)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_prefill_under_a_mask_has_a_tile_with_all_code(head_dim, page_size, tiles, monkeypatch):
-    found = tiles_of_prefill({"custom_mask": MASK}, page_size, tiles, monkeypatch, head_dim)
-    assert found == [(False, True, False)]
+@pytest.mark.parametrize(
+    ("options", "head_dim", "masked"),
+    [
+        ({}, 128, True),
+        ({}, 64, True),
+        ({}, 96, False),  # narrower than its tile
+        ({"causal": True, "window_left": 5, "k_scale": 2.0, "return_lse": True}, 128, True),
+        ({"logits_soft_cap": 30.0}, 128, False),
+        ({"sinks": fake_cupy(HEADS, "float32")}, 128, False),
+    ],
+)
+def test_prefill_under_a_mask_alone_has_a_tile_of_its_own_if_keys_are_packed(
+    options, head_dim, masked, page_size, tiles, monkeypatch
+):
+    masked = masked and page_size is None
+    found = tiles_of_prefill(
+        {"custom_mask": MASK, **options}, page_size, tiles, monkeypatch, head_dim
+    )
+    assert found == [(masked, not masked, masked)]
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["no mask", "a mask"])

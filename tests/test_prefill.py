@@ -203,6 +203,33 @@ def test_any_mask_on_packed_keys(dtype, dims, heads, portable, rng):
             call.check(call.attend(True, bits=bits, **options), want)
 
 
+# Requests that share rows list each other's steps, of which some lie behind the last key.
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [True, False])
+def test_no_offsets_lead_behind_packed_keys_under_a_mask(bits, portable, rng):
+    num_rows, num_keys, batch_size = 400, 900, 4
+    q = on(cp, random_rows(rng, (num_rows, 4, 128), "bfloat16"))
+    keys = np.concatenate(
+        [random_rows(rng, (num_keys, 2, 128), "bfloat16"), np.full((2048, 2, 128), np.nan, BF16)]
+    )
+    k, v = (on(cp, keys)[:num_keys] for _ in range(2))
+    qo_indptr, kv_indptr = (
+        cp.asarray(indptr_of(batch_size * [n // batch_size])) for n in (num_rows, num_keys)
+    )
+    elements = cp.ones(batch_size * num_rows * num_keys, bool)
+    mask = RaggedMask(elements, qo_indptr, kv_indptr)
+    mask = mask.pack() if bits else mask
+    rows = RaggedTensor(q, qo_indptr)
+    k, v = RaggedTensor(k, kv_indptr), RaggedTensor(v, kv_indptr)
+    plan = rows.plan(k, v, custom_mask=mask)
+    for _ in range(40):
+        qo_indptr[1:-1] = cp.asarray(rng.integers(0, num_rows, batch_size - 1))
+        kv_indptr[1:-1] = cp.asarray(rng.integers(0, num_keys, batch_size - 1))
+        plan.update()
+        o = rows.prefill(k, v, custom_mask=mask, plan=plan)
+        assert np.isfinite(to_numpy(o).astype(np.float32)).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_under_a_mask(kind, rng):

@@ -40,7 +40,7 @@ def allocate(monkeypatch):
 
     def allocate(stream, shape, dtype=BYTE):
         monkeypatch.setattr(cp.cuda, "get_current_stream", lambda device: stream)
-        monkeypatch.setattr(_scratch, "_capture_id", lambda ptr: stream.capture)
+        monkeypatch.setattr(_scratch, "capture_id", lambda ptr: stream.capture)
         return _scratch.allocate_scratch("op", shape, np.dtype(dtype), LIKE)
 
     monkeypatch.setattr(_scratch, "empty", empty)

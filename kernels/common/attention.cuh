@@ -16,6 +16,8 @@ struct AttentionParams {
     Scale q_scale;
     Scale k_scale;
     Scale v_scale;
+    int32_t inputs_ready;  // 1: the launch before this one writes nothing that this one reads, but
+                           // what levels leave, and lets it in when all before that have ended
     Pages k_cache;
     Pages v_cache;
     QueryRows q_rows;

@@ -52,6 +52,12 @@ struct StepWalk : StepPlace {
 
     __device__ __forceinline__ bool done() const { return item_idx >= end_item; }
 
+    // Whether the step is the warp's last, or none. It may not be known yet: items behind may have
+    // no step for it.
+    __device__ __forceinline__ bool is_ending() const {
+        return item_idx + 1 >= end_item && end_token - token <= WARPS / SHARERS * TOKENS;
+    }
+
     __device__ __forceinline__ void next() {
         token += WARPS / SHARERS * TOKENS;
         if (token < end_token) {
@@ -257,7 +263,8 @@ struct KvLoader {
 
     // Starts the copies of the next step into a buffer, as one group, which is empty past the last
     // step: whoever waits counts groups.
-    // With the last step the memory has time for what the next launch begins with.
+    // Before the last step the next launch is let in, so that its CTAs are placed as soon as this
+    // launch's end. It may rely on the end of all launches before this one.
     __device__ __forceinline__ void issue(int stage) {
         __syncwarp();  // the buffer, and the rows of the step before, have been read
         if (!walk.done()) {
@@ -271,7 +278,8 @@ struct KvLoader {
         cp_async_commit_group();
         if (!walk.done()) {
             walk.next();
-            if (walk.done()) {
+            if (walk.is_ending()) {
+                griddepcontrol_wait();
                 griddepcontrol_launch_dependents();
             }
         }

@@ -43,7 +43,7 @@ __device__ __forceinline__ int32_t class_of(int32_t entry, uint32_t listed) {
     return entry >> listed / MASK_HALF % 2 * 2 & 3;
 }
 
-struct MaskTile {
+struct alignas(8) MaskTile {  // read and written as one
     int32_t first_entry;
     int32_t num_tokens;  // listed keys; the last step of a request may be short
 };

@@ -1,4 +1,4 @@
-// Elements of a cache as the right operand of a tensor core, as ldmatrix gives them to lanes.
+// Elements of a cache as operands of a tensor core, as ldmatrix gives them to lanes.
 //
 // fp8 becomes half, which holds it exactly. ldmatrix moves 16-bit units, so a lane gets two bytes
 // of fp8 where it gets one element of 16 bits, and the order of columns differs:
@@ -23,6 +23,35 @@ struct OperandPair {
     uint32_t b1;
 };
 
+// The registers a of mma_m16n8k16.
+struct LeftOperand {
+    uint32_t a[4];
+};
+
+// Two right operands of 8 columns each as the left one of 16 rows: the same registers in another
+// order.
+__device__ __forceinline__ LeftOperand
+as_left(const OperandPair& first, const OperandPair& second) {
+    return {{first.b0, second.b0, first.b1, second.b1}};
+}
+
+// Where the row of 16 bytes begins that a lane gives ldmatrix. Of 16 x 16 elements of 16 bits, as
+// four matrices of 8 x 8: those below each other first, or those beside each other. Of 32 x 16 of
+// fp8, whose matrices are all below each other.
+template <typename KV, int ROW_BYTES>
+__device__ __forceinline__ int down_first() {
+    const int lane_idx = threadIdx.x % WARP_SIZE;
+    return is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0)
+                      : swizzled<ROW_BYTES>(lane_idx % 16, lane_idx / 16);
+}
+
+template <typename KV, int ROW_BYTES>
+__device__ __forceinline__ int across_first() {
+    const int lane_idx = threadIdx.x % WARP_SIZE;
+    const int row = (lane_idx & 7) + (lane_idx >> 4) * 8, chunk = lane_idx >> 3 & 1;
+    return is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0) : swizzled<ROW_BYTES>(row, chunk);
+}
+
 // Two fp8 numbers, exactly, as a pair of halves.
 template <typename KV>
 __device__ __forceinline__ uint32_t halves_of(uint32_t two_bytes) {
@@ -46,13 +75,15 @@ struct KeyOperands {
     static constexpr int TILES = is_fp8<KV> ? 4 : 2;
     uint32_t x[4];
 
-    // What load() takes, of a buffer of keys.
+    // What load() takes, of a buffer of keys: where they are a right operand's columns, or a left
+    // one's rows.
     template <int ROW_BYTES>
     static __device__ __forceinline__ uint32_t address(uint32_t keys) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        const int row = (lane_idx & 7) + (lane_idx >> 4) * 8, chunk = lane_idx >> 3 & 1;
-        return keys +
-               (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0) : swizzled<ROW_BYTES>(row, chunk));
+        return keys + across_first<KV, ROW_BYTES>();
+    }
+    template <int ROW_BYTES>
+    static __device__ __forceinline__ uint32_t left_address(uint32_t keys) {
+        return keys + down_first<KV, ROW_BYTES>();
     }
 
     // Of keys [8 * tile, 8 * (tile + TILES)) and columns [16 * k_step, 16 * (k_step + 1)).
@@ -69,6 +100,15 @@ struct KeyOperands {
             return {x[2 * tile], x[2 * tile + 1]};
         }
     }
+
+    // Tiles `tile` and the next, loaded from left_address().
+    __device__ __forceinline__ LeftOperand left(int tile) const {
+        if constexpr (is_fp8<KV>) {
+            return as_left((*this)[tile], (*this)[tile + 1]);
+        } else {
+            return {{x[0], x[1], x[2], x[3]}};
+        }
+    }
 };
 
 // 16 columns, that is two tiles of 8, of TOKENS values, of one ldmatrix.
@@ -77,12 +117,14 @@ struct ValueOperands {
     static constexpr int TOKENS = is_fp8<KV> ? 32 : 16;
     uint32_t x[4];
 
-    // What load() takes, of a buffer of values.
+    // What load() takes, of a buffer of values: as KeyOperands has it.
     template <int ROW_BYTES>
     static __device__ __forceinline__ uint32_t address(uint32_t values) {
-        const int lane_idx = threadIdx.x % WARP_SIZE;
-        return values + (is_fp8<KV> ? swizzled<ROW_BYTES>(lane_idx, 0)
-                                    : swizzled<ROW_BYTES>(lane_idx % 16, lane_idx / 16));
+        return values + down_first<KV, ROW_BYTES>();
+    }
+    template <int ROW_BYTES>
+    static __device__ __forceinline__ uint32_t left_address(uint32_t values) {
+        return values + across_first<KV, ROW_BYTES>();
     }
 
     // Of values [token, token + TOKENS) and columns [8 * tile, 8 * (tile + 2)).
@@ -103,6 +145,17 @@ struct ValueOperands {
         } else {
             even = {x[0], x[1]};
             odd = {x[2], x[3]};
+        }
+    }
+
+    // Of the j-th 16 tokens, loaded from left_address().
+    __device__ __forceinline__ LeftOperand left(int j) const {
+        if constexpr (is_fp8<KV>) {
+            OperandPair even, odd;
+            get(j, even, odd);
+            return as_left(even, odd);
+        } else {
+            return {{x[0], x[1], x[2], x[3]}};
         }
     }
 };

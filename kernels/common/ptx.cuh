@@ -43,7 +43,7 @@ constexpr bool SHORT_OF_REGISTERS = false;
 
 // Waits until all launches before this one have ended and what they wrote can be read. A kernel
 // that the host launches early comes here before it writes anything, and before it relies on
-// anything it reads but its parameters.
+// anything it reads but its parameters and inputs that are ready (common/attention.cuh).
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

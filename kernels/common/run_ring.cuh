@@ -198,6 +198,10 @@ struct RunLoader {
                 num_keys = at.num_keys;
                 const int32_t mask_step = num_keys > 0 ? at.page.low >> 4 : 0;
                 row = at.entry + mask_step * MASK_STEP;
+                // Requests of garbage offsets may list each other's steps. In 32 bits, where the
+                // host has seen that rows fit (_has_runs): registers are short.
+                const int32_t k_rows = p.k_cache.max_num_pages, v_rows = p.v_cache.max_num_pages;
+                num_keys = min(num_keys, min(k_rows, v_rows) - static_cast<int32_t>(row));
             } else {
                 const int32_t token = loader.own.tokens[step % 2] + Ring::first_row();
                 num_keys = loader.own.end_token - token;

@@ -99,19 +99,13 @@ struct SwappedQueries {
     }
 };
 
-// Two tiles of 8 rows each, as tensor cores take 8 columns, as the left operand of 16 rows.
-__device__ __forceinline__ void as_left(
-    uint32_t (&a)[4], const OperandPair& first, const OperandPair& second) {
-    a[0] = first.b0, a[1] = second.b0, a[2] = first.b1, a[3] = second.b1;
-}
-
 // s += k q^T for the keys of a buffer, which begins at `keys`.
 template <typename KV, int ROW_BYTES, typename Queries, int ROWS, int TOKENS>
 __device__ __forceinline__ void multiply_keys(
     SwappedScores<ROWS, TOKENS>& s, const Queries& queries, uint32_t keys) {
     using Keys = KeyOperands<KV>;
     static_assert(TOKENS / 8 % Keys::TILES == 0, "keys are loaded whole ldmatrix at a time");
-    const uint32_t from = Keys::template address<ROW_BYTES>(keys);
+    const uint32_t from = Keys::template left_address<ROW_BYTES>(keys);
 #pragma unroll(Queries::STAY ? Queries::K_STEPS : 4)
     for (int k_step = 0; k_step < Queries::K_STEPS; ++k_step) {
         typename Queries::Step b;
@@ -122,12 +116,11 @@ __device__ __forceinline__ void multiply_keys(
             loaded.template load<ROW_BYTES>(from, tile, k_step);
 #pragma unroll
             for (int i = 0; i < Keys::TILES; i += 2) {
-                uint32_t a[4];
-                as_left(a, loaded[i], loaded[i + 1]);
+                const LeftOperand left = loaded.left(i);
 #pragma unroll
                 for (int n_tile = 0; n_tile < ROWS / 8; ++n_tile) {
                     float (&c)[4] = s.x[n_tile][(tile + i) / 2];
-                    mma_m16n8k16<Operand<KV>>(c, a, b[n_tile].x, b[n_tile].y);
+                    mma_m16n8k16<Operand<KV>>(c, left.a, b[n_tile].x, b[n_tile].y);
                 }
             }
         }
@@ -141,34 +134,65 @@ struct SwappedWeights {
     uint2 pairs[TOKENS / 16][ROWS / 8];
 };
 
-// o += v^T weights^T for the values of a buffer, which begins at `values`.
-template <typename KV, int ROW_BYTES, int N_TILES, int FEAT_TILES, int ROWS, int TOKENS>
+// The values of a buffer as left operands. Loaded at once if they STAY in registers, and then the
+// buffer may be filled again; else every time that they are asked for.
+template <typename KV, int ROW_BYTES, int FEAT_TILES, int TOKENS, bool STAY>
+struct SwappedValues {
+    using Loaded = ValueOperands<KV>;
+    static constexpr int LOADS = TOKENS / Loaded::TOKENS;
+    static_assert(TOKENS % Loaded::TOKENS == 0, "values are loaded whole ldmatrix at a time");
+
+    uint32_t from;
+    Loaded held[STAY ? FEAT_TILES : 1][LOADS];
+
+    // Of the buffer that begins at `values`.
+    __device__ __forceinline__ explicit SwappedValues(uint32_t values)
+        : from(Loaded::template left_address<ROW_BYTES>(values)) {
+        if constexpr (STAY) {
+#pragma unroll
+            for (int i = 0; i < FEAT_TILES * LOADS; ++i) {
+                load(held[i / LOADS][i % LOADS], i / LOADS, i % LOADS);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load(Loaded& a, int tile, int i) const {
+        a.template load<ROW_BYTES>(from, i * Loaded::TOKENS, 2 * tile);
+    }
+
+    // Two tiles of 8 features, the tile-th two, of the i-th tokens.
+    __device__ __forceinline__ void get(Loaded& a, int tile, int i) const {
+        if constexpr (STAY) {
+            a = held[tile][i];
+        } else {
+            load(a, tile, i);
+        }
+    }
+};
+
+// o += v^T weights^T.
+template <typename KV, typename Values, int N_TILES, int FEAT_TILES, int ROWS, int TOKENS>
 __device__ __forceinline__ void multiply_values(
     float (&o)[N_TILES][FEAT_TILES][4],
     const SwappedWeights<ROWS, TOKENS>& weights,
-    uint32_t values) {
-    using Values = ValueOperands<KV>;
-    static_assert(TOKENS % Values::TOKENS == 0, "values are loaded whole ldmatrix at a time");
-    const uint32_t from = Values::template address<ROW_BYTES>(values);
+    const Values& values) {
+    using Loaded = typename Values::Loaded;
 #pragma unroll
     for (int tile = 0; tile < FEAT_TILES; ++tile) {
         if (is_fp8<KV> && tile % 4 == 0) {
             __syncwarp();  // keeps the compiler from loading all tiles first, and spilling
         }
 #pragma unroll
-        for (int token = 0; token < TOKENS; token += Values::TOKENS) {
-            Values loaded;
-            loaded.template load<ROW_BYTES>(from, token, 2 * tile);
+        for (int i = 0; i < Values::LOADS; ++i) {
+            Loaded loaded;
+            values.get(loaded, tile, i);
 #pragma unroll
-            for (int j = 0; j < Values::TOKENS / 16; ++j) {
-                OperandPair even, odd;
-                loaded.get(j, even, odd);
-                uint32_t a[4];
-                as_left(a, even, odd);
+            for (int j = 0; j < Loaded::TOKENS / 16; ++j) {
+                const LeftOperand left = loaded.left(j);
 #pragma unroll
                 for (int n_tile = 0; n_tile < N_TILES; ++n_tile) {
-                    const uint2& b = weights.pairs[token / 16 + j][n_tile];
-                    mma_m16n8k16<Operand<KV>>(o[n_tile][tile], a, b.x, b.y);
+                    const uint2& b = weights.pairs[i * Loaded::TOKENS / 16 + j][n_tile];
+                    mma_m16n8k16<Operand<KV>>(o[n_tile][tile], left.a, b.x, b.y);
                 }
             }
         }

@@ -12,10 +12,10 @@ struct WarpStates {
     float m[WARPS][ROWS];
     float d[WARPS][ROWS];
 
-    // By all warps, each its own.
+    // By all warps, each its own: the `order`-th in the order of the keys' steps.
     template <typename KV>
-    __device__ __forceinline__ void store(const SwappedState<KV, ROWS, HEAD_DIM>& warp) {
-        const int warp_idx = threadIdx.x / WARP_SIZE, g = threadIdx.x % WARP_SIZE / 4;
+    __device__ __forceinline__ void store(const SwappedState<KV, ROWS, HEAD_DIM>& warp, int order) {
+        const int g = threadIdx.x % WARP_SIZE / 4;
 #pragma unroll
         for (int i = 0; i < ROWS / 4; ++i) {
             const int n_tile = i / 2, e = i % 2, row = swapped_row(n_tile, e);
@@ -24,13 +24,13 @@ struct WarpStates {
             sum += __shfl_xor_sync(0xffffffffu, sum, 8);
             sum += __shfl_xor_sync(0xffffffffu, sum, 16);
             if (g == 0) {
-                m[warp_idx][row] = warp.m[n_tile][e];
-                d[warp_idx][row] = sum;
+                m[order][row] = warp.m[n_tile][e];
+                d[order][row] = sum;
             }
 #pragma unroll
             for (int tile = 0; tile < HEAD_DIM / 16; ++tile) {
                 const float (&x)[4] = warp.o[n_tile][tile];
-                float* to = o[warp_idx][row] + tile * 16;
+                float* to = o[order][row] + tile * 16;
                 if constexpr (is_fp8<KV>) {
                     *reinterpret_cast<float2*>(to + 2 * g) = make_float2(x[e], x[2 + e]);
                 } else {
@@ -41,21 +41,20 @@ struct WarpStates {
         }
     }
 
-    // Four sums of a row over all warps, from first_warp on, which is the order of the keys' steps.
-    __device__ __forceinline__ State<1, 4> merge(int row, int feat, int first_warp) const {
+    // Four sums of a row over all warps, in the order of the keys' steps.
+    __device__ __forceinline__ State<1, 4> merge(int row, int feat) const {
         float m_of[WARPS];
         State<1, 4> state;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) {
-            m_of[i] = m[(first_warp + i) % WARPS][row];
+            m_of[i] = m[i][row];
             state.m = fmaxf(state.m, m_of[i]);
         }
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) {
-            const int warp_idx = (first_warp + i) % WARPS;
-            const float4 x = *reinterpret_cast<const float4*>(&o[warp_idx][row][feat]);
+            const float4 x = *reinterpret_cast<const float4*>(&o[i][row][feat]);
             const float sums[1][4] = {{x.x, x.y, x.z, x.w}};
-            state.add(m_of[i], d[warp_idx][row], sums);
+            state.add(m_of[i], d[i][row], sums);
         }
         return state;
     }
