@@ -93,7 +93,7 @@ def test_a_capture_has_a_number_of_its_own():
         with captured(lambda: None) as (stream, _, _):
             for _ in range(2):
                 stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-                numbers += [_scratch._capture_id(stream.ptr) for _ in range(2)]
+                numbers += [_scratch.capture_id(stream.ptr) for _ in range(2)]
                 stream.end_capture()
     assert len(numbers) == 8
     assert len(set(numbers)) == 4
