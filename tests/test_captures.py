@@ -1,12 +1,13 @@
 """Launches whose inputs are ready: only right behind one of their own that writes none of them."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
 import cupy as cp
 import numpy as np
 import pytest
-from cases import BF16, DLPackOnly, PagedCase, captured, on, random_rows
+from cases import BF16, DLPackOnly, PagedCase, captured, on
 from fake_gpus import FakeGpus
 from tolerances import assert_same_bits
 
@@ -243,14 +244,14 @@ def restoring(data):
 class Layers:
     """Caches of other values under one table and one plan."""
 
-    def __init__(self, rng):
-        arrays = CASE.arrays(rng)
-        cache, self.table = CASE.nouns(arrays, cp)
+    def __init__(self, rng, case=CASE):
+        arrays = case.arrays(rng)
+        cache, self.table = case.nouns(arrays, cp)
         self.caches = [cache]
         for i in range(1, 6):
             data = (arrays.data.astype(np.float32) * 0.9**i).astype(arrays.data.dtype)
-            self.caches.append(CASE.nouns(arrays._replace(data=data), cp)[0])
-        self.q = on(cp, CASE.queries(rng, len(LENS), 32))
+            self.caches.append(case.nouns(arrays._replace(data=data), cp)[0])
+        self.q = on(cp, case.queries(rng, len(LENS), 32))
         self.plan = cache.plan(self.q, self.table)
 
     def decode(self, i, q=None, **options):
@@ -396,57 +397,83 @@ def test_nodes_of_two_captures_differ(rng):
     assert nodes[2] != nodes[5]
 
 
-# A launch of a few CTAs that take long, then one of any that take no time: what follows that one is
-# placed at once, and must find the end of both.
+# A launch that was let in early lets the next one in, which must find the end of both. What writes
+# late here lets the next launch in at once, takes far longer than all that follow, and then writes.
+
+LATE = r"""
+extern "C" __global__ void write_late(char* to, const char* from, int num_bytes) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const long long begin = clock64();
+    while (clock64() - begin < 400000) {
+    }
+    for (int i = threadIdx.x; i < num_bytes; i += blockDim.x) {
+        to[i] = from[i];
+    }
+}
+"""
 
 
-class Uneven:
-    """One request on eight CTAs and one of a token, with a row of queries each."""
+def write_late(to, content):
+    """Launch ``write_late`` on the current stream, and have it taken for a launch of decode."""
+    kernel = cp.RawKernel(LATE, "write_late")
+    kernel((1,), (256,), (to, content, np.int32(to.nbytes)))
+    stream = cp.cuda.get_current_stream()
+    _captures._last.node = _captures._last_node(stream.ptr)
+    _captures._last.writes = _captures._ranges((to,))
 
-    def __init__(self, rng):
-        case = PagedCase((2048,), num_kv_heads=8, head_dim=128, dtype="bfloat16")
-        cache, table = case.nouns(case.arrays(rng), cp)
-        self.q = on(cp, case.queries(rng, 1, 32))
-        plan = cache.plan(self.q, table, batch_invariant=True)  # so that it is not split
-        brief = cukv.PageTable.from_seq_lens([1], 16, xp=cp)
-        other = cukv.PagedKVCache(on(cp, random_rows(rng, (1, 2, 16, 8, 128), "bfloat16")))
-        brief_plan = other.plan(self.q, brief)
-        self.long = functools.partial(cache.decode, self.q, table, plan=plan)
-        self.brief = functools.partial(other.decode, self.q, brief, plan=brief_plan)
+
+def busy(rng):
+    """Make a decode whose CTAs all have keys: every one of them lets the next launch in early."""
+    case = PagedCase(32 * (64,), num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    cache, table = case.nouns(case.arrays(rng), cp)
+    q = on(cp, case.queries(rng, 32, 32))
+    return functools.partial(cache.decode, q, table, plan=cache.plan(q, table))
 
 
 @pytest.mark.gpu
 def test_keys_that_the_last_launch_but_one_wrote_are_there(rng, told):
-    layers, uneven = Layers(rng), Uneven(rng)
-    data = layers.caches[0].data
-    page = data[int(layers.table.indices[0])].reshape(-1)[: uneven.q.size]
+    between = busy(rng)
+    for case in (CASE, dataclasses.replace(CASE, head_dim=40, dtype="float8_e4m3fn")):
+        layers = Layers(rng, case)
+        data = layers.caches[0].data.view(np.uint8)
+        first, second = (data[int(layers.table.indices[i])] for i in range(2))
+        content = second.copy()
 
-    def call():
-        uneven.long(out=page.reshape(uneven.q.shape))
-        return [uneven.brief(), layers.decode(0)]
+        def call(layers=layers, first=first, content=content):
+            before = layers.decode(0)
+            write_late(first, content)
+            return [before, between(), layers.decode(0)]
 
-    check_replays(call, told, [0, 1, 1], restoring(data))
+        check_replays(call, told, [0, 1, 1], restoring(data))
 
 
 @pytest.mark.gpu
 def test_queries_that_the_last_launch_but_one_wrote_are_there(rng, told):
-    layers, uneven = Layers(rng), Uneven(rng)
-    q = layers.q.copy()
+    """And so are page ids: both come past the ring of buffers."""
+    layers, between = Layers(rng), busy(rng)
+    ids = layers.table.indices
+    full_pages = ids[:43], ids[45:88]  # of requests 0 and 3
+    for changed, content in ((layers.q, layers.q[::-1].copy()), full_pages):
 
-    def call():
-        uneven.long(out=q[:1])
-        return [uneven.brief(), layers.decode(0, q)]
+        def call(changed=changed, content=content):
+            before = layers.decode(0)
+            write_late(changed, content)
+            return [before, between(), layers.decode(0)]
 
-    check_replays(call, told, [0, 1, 1], restoring(q))
+        check_replays(call, told, [0, 1, 1], restoring(changed))
 
 
 @pytest.mark.gpu
 def test_results_in_the_same_place_are_those_of_the_last(rng, told):
-    uneven = Uneven(rng)
-    out = cp.empty_like(uneven.q)
+    # So many items that the first is finished before any warp comes to its last step.
+    case = PagedCase(1600 * (1,), page_size=1, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+    cache, table = case.nouns(case.arrays(rng), cp)
+    q = on(cp, case.queries(rng, len(case.kv_lens), 32))
+    plan, out = cache.plan(q, table), cp.empty_like(q)
+    content = cp.zeros_like(out[0])
 
     def call():
-        uneven.long(out=out)
-        return [uneven.brief(out=out)]
+        write_late(out[0], content)
+        return [cache.decode(q, table, plan=plan, out=out)]
 
-    check_replays(call, told, [0, 1])
+    check_replays(call, told, [1])
