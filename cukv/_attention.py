@@ -35,6 +35,9 @@ _FLOAT64 = np.dtype(np.float64)
 _HALVES = (FLOAT16, BFLOAT16)
 _OUTPUTS = (*_HALVES, FLOAT32)
 _SMALLEST, _LARGEST = float(np.finfo(FLOAT32).tiny), float(np.finfo(FLOAT32).max)
+# Caps from here on are off: they would take nothing of any logits that may be met, and kernels
+# divide by them in float32.
+NO_SOFT_CAP = 2.0**80
 _LONGEST_WINDOW = (1 << 31) - 1  # no request is longer
 
 
@@ -109,7 +112,7 @@ def check_window(op: str, window_left: int) -> int:
 
 
 def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
-    """Give the soft cap as a float; None is off, and so is 0."""
+    """Give the soft cap as a float; None is off, and so are 0 and caps above all logits."""
     if logits_soft_cap is None:
         return None
     require_on_host(op, "logits_soft_cap", logits_soft_cap)
@@ -125,7 +128,7 @@ def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
             f"{op}: logits_soft_cap must be finite and 0 or more (0 = off), in float32, "
             f"got {logits_soft_cap}"
         )
-    return cap
+    return cap if cap < NO_SOFT_CAP else None
 
 
 def check_mask(op: str, mask: Any, batch_size: int) -> None:

@@ -13,6 +13,7 @@ import cupy as cp
 
 from cukv._arrays import FLOAT32, as_array, empty, home
 from cukv._attention import (
+    NO_SOFT_CAP,
     PagedCall,
     check_options,
     check_paged_call,
@@ -277,7 +278,9 @@ class PagedAttention:
             home(op, q=q, sinks=sinks)
         if sm_scale is not None and type(sm_scale) is not float:
             sm_scale = host_scale(op, "sm_scale", sm_scale)
-        if logits_soft_cap is not None and type(logits_soft_cap) is not float:
+        if logits_soft_cap is not None and not (
+            type(logits_soft_cap) is float and logits_soft_cap < NO_SOFT_CAP
+        ):
             logits_soft_cap = check_soft_cap(op, logits_soft_cap)
         if type(window_left) is not int:
             window_left = check_window(op, window_left)

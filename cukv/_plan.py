@@ -59,8 +59,9 @@ class Plan:
     A plan belongs to shapes, dtypes and options, and raises when a call's differ. It keeps its
     index arrays and follows their contents when ``update`` is called; without that, a call under
     changed lengths touches no foreign memory but gives unspecified values. It serves one stream at
-    a time. On NumPy arrays there is nothing to prepare: a plan only compares shapes, dtypes and
-    options.
+    a time. A captured graph works in the memory of its plans: they must live as long as it is
+    replayed, as must all arrays that it reads and writes. On NumPy arrays there is nothing to
+    prepare: a plan only compares shapes, dtypes and options.
     """
 
     op: str

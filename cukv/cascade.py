@@ -346,7 +346,7 @@ class CascadeLevels(Noun):
             Tokens to the left of its own position that a query sees; -1 is all. Positions count
             over the concatenation, so that a window may end in any level.
         logits_soft_cap : float
-            ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
+            ``cap * tanh(logits / cap)`` before masking; None or 0 is off, as are 2**80 and more.
         sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once (not per level) to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
@@ -354,7 +354,7 @@ class CascadeLevels(Noun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [nnz, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output. It must overlap neither itself nor ``lse``.
+            Where to write the output. It must overlap neither itself, ``lse``, nor what is read.
         lse : [nnz, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool
@@ -384,7 +384,7 @@ class CascadeLevels(Noun):
         kernels/concat_levels.cu.
         """
         op = "CascadeLevels.attend"
-        causal = truth(op, "causal", causal)
+        causal, return_lse = truth(op, "causal", causal), truth(op, "return_lse", return_lse)
         key = self._check_call(op, q, cache, causal, window_left)
         require_plan(op, plan, key)
         rows = as_rows(op, "q", q)

@@ -11,7 +11,7 @@ import numpy as np
 from cukv import reference
 from cukv._arrays import Array, as_array, as_dtype, empty
 from cukv._attention import check_options, require_plan, run_on_host
-from cukv._check import check_indptr, check_sizes, match, values, whole_number
+from cukv._check import check_indptr, check_sizes, match, truth, values, whole_number
 from cukv._latent_attention import (
     LatentAttention,
     LatentCall,
@@ -360,7 +360,7 @@ class MLAPagedCache(CacheNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [rows, num_qo_heads, head_dim_ckv] float16, bfloat16 or float32
-            Where to write the output. It must overlap neither itself nor ``lse``.
+            Where to write the output. It must overlap neither itself, ``lse``, nor what is read.
         lse : [rows, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool
@@ -395,6 +395,7 @@ class MLAPagedCache(CacheNoun):
         if sm_scale is None:
             raise TypeError(f"{op}: sm_scale has no default: it comes from before absorption")
         call = LatentCall.of(op, self._pages, q_nope, qo_indptr, table, causal)
+        return_lse = truth(op, "return_lse", return_lse)
         if type(q_pe) is not cp.ndarray:
             q_pe = as_array(op, "q_pe", q_pe)
         scales = (ckv_scale, kpe_scale)

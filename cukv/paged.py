@@ -413,7 +413,7 @@ class PagedKVCache(CacheNoun):
         window_left : int
             Tokens to the left of the query's own that it sees; -1 is all.
         logits_soft_cap : float
-            ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
+            ``cap * tanh(logits / cap)`` before masking; None or 0 is off, as are 2**80 and more.
         sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
@@ -421,7 +421,7 @@ class PagedKVCache(CacheNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [batch_size, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output. It must overlap neither itself nor ``lse``.
+            Where to write the output. It must overlap neither itself, ``lse``, nor what is read.
         lse : [batch_size, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool
@@ -454,6 +454,7 @@ class PagedKVCache(CacheNoun):
             if isinstance(q, RaggedTensor):
                 raise TypeError(f"{op}: q must be an array; prefill takes a RaggedTensor")
             q = as_array(op, "q", q)
+        return_lse = truth(op, "return_lse", return_lse)
         attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(
             PagedCall(op, q, None, table, False, window_left),
@@ -528,7 +529,7 @@ return_lse
         op = "PagedKVCache.prefill"
         if type(q) is not RaggedTensor:
             require_ragged(op, q=q)
-        causal = truth(op, "causal", causal)
+        causal, return_lse = truth(op, "causal", causal), truth(op, "return_lse", return_lse)
         attend = self._attend_on_host if self._attention is None else self._attention.attend
         return attend(
             PagedCall(op, q.rows, q.indptr, table, causal, window_left, custom_mask),

@@ -307,7 +307,7 @@ class RaggedTensor(ArrayNoun):
         window_left : int
             Tokens to the left of ``i + kv_len - qo_len`` that query ``i`` sees; -1 is all.
         logits_soft_cap : float
-            ``cap * tanh(logits / cap)`` before masking; None or 0 is off.
+            ``cap * tanh(logits / cap)`` before masking; None or 0 is off, as are 2**80 and more.
         sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
@@ -315,7 +315,7 @@ class RaggedTensor(ArrayNoun):
         plan : Plan
             Made by ``plan`` for such a call.
         out : [nnz, num_qo_heads, head_dim_vo] float16, bfloat16 or float32
-            Where to write the output. It must overlap neither itself nor ``lse``.
+            Where to write the output. It must overlap neither itself, ``lse``, nor what is read.
         lse : [nnz, num_qo_heads] float32
             Where to write the log-sum-exp.
         return_lse : bool
@@ -352,7 +352,7 @@ class RaggedTensor(ArrayNoun):
         op = "RaggedTensor.prefill"
         if type(k) is not RaggedTensor or type(v) is not RaggedTensor:
             require_ragged(op, k=k, v=v)
-        causal = truth(op, "causal", causal)
+        causal, return_lse = truth(op, "causal", causal), truth(op, "return_lse", return_lse)
         pages = checked_pages(k, v, self.rows, self.indptr)
         if pages is None:
             key, xp = self._check_call(op, k, v, causal, window_left, custom_mask)

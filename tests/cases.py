@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import cupy as cp
 import numpy as np
 from brute import slot
+from capturing import capturing
 
 import cukv
 from cukv._arrays import DTYPES, as_dtype
@@ -71,12 +72,9 @@ def captured(call, ready=lambda: None):
             call()
         ready()
         stream.synchronize()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        try:
+        with capturing(stream) as graphs:
             result = call()
-        finally:  # a capture left open would fail every test that follows
-            graph = stream.end_capture()
-        yield stream, graph, result
+        yield stream, graphs[0], result
 
 
 def indptr_of(lens, dtype="int32"):

@@ -1,5 +1,6 @@
 """Launches whose inputs are ready: only right behind one of their own that writes none of them."""
 
+import ctypes
 import dataclasses
 import functools
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from tolerances import assert_same_bits
 
 import cukv
 from cukv import RaggedTensor, _attention_launch, _captures
+from cukv._geometry import DecodeTile, PrefillTile
 
 CAPTURED, LEGACY = 64, 0  # streams
 FOREIGN = (1, 0xF0)  # a node that is not this module's
@@ -115,6 +117,33 @@ def test_a_driver_that_does_not_say_which_node_is_last_is_no_error(monkeypatch):
     assert _captures._last_node(CAPTURED) is None
 
 
+def test_without_a_driver_that_says_every_launch_waits(capture, monkeypatch):
+    monkeypatch.setattr(_captures, "_last_node", lambda stream: None)
+    assert [capture.read((K, V, Q), (OUT,)) for _ in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("status", "nodes", "last"),
+    [
+        (1, [0xA0], (7, 0xA0)),
+        (1, [], None),  # the first launch of a capture
+        (1, [0xA0, 0xB0], None),  # behind a join
+        (0, [0xA0], None),  # not captured
+        (2, [0xA0], None),  # a capture that something has ended
+    ],
+)
+def test_a_node_is_the_last_where_the_next_depends_on_it_alone(monkeypatch, status, nodes, last):
+    found = (ctypes.c_void_p * 2)(*nodes)
+
+    def ask(stream, *places):
+        of_status, of_number, _, of_nodes, _, of_count = (place._obj for place in places)
+        of_status.value, of_number.value, of_count.value = status, 7, len(nodes)
+        of_nodes.contents = ctypes.c_void_p.from_buffer(found)
+
+    monkeypatch.setattr(_captures, "driver", lambda *_: ask)
+    assert _captures._last_node(CAPTURED) == last
+
+
 def test_arrays_without_elements_are_nowhere(capture):
     capture.read((V, Q), (K[:0],))
     assert capture.read((K[:0], V, K), (OUT,)) == 1
@@ -133,6 +162,42 @@ def test_launches_outside_of_the_capture_wait_and_are_no_part_of_it(capture, els
     capture.stream, capture.recorded, capture.device = CAPTURED, None, 0
     _captures.recorder.work = None
     assert capture.read((K, V, Q), (OUT,)) == 1  # the node is still the first one's
+
+
+# Which launches are told
+
+
+def told_of(num_launches, first_tile):
+    """Give (a call's launches, what they were told)."""
+    told = []
+    launches = [lambda *values, i=i: told.append((i, values[-1])) for i in range(num_launches)]
+    return _attention_launch.CallLaunch(tuple(launches), first_tile), told
+
+
+ARRAYS, LISTS, FACTORS = 6 * (0,), (b"", b""), 3 * (b"",)
+
+
+@pytest.mark.parametrize(
+    ("num_lists", "first_tile", "want"),
+    [
+        (1, DecodeTile, [(0, 0), (0, 1)]),
+        (1, PrefillTile, [(0, 0), (0, 0)]),
+        (2, DecodeTile, 2 * [(0, 0), (1, 0)]),  # rows of few beside many
+    ],
+)
+def test_only_a_decode_that_is_all_of_a_call_need_not_wait(capture, num_lists, first_tile, want):
+    call, told = told_of(num_lists, first_tile)
+    for _ in range(2):
+        call(ARRAYS, LISTS[:num_lists], FACTORS, 0, (K, V, Q), (OUT,))
+        capture.node = _captures._last.node  # nothing comes between
+    assert told == want
+
+
+def test_leaves_of_a_cascade_wait_for_what_is_shared_alone():
+    call, told = told_of(2, DecodeTile)
+    levels = SimpleNamespace(for_shared=5 * (0,), packed=b"")
+    call.cascade(ARRAYS, LISTS, FACTORS, levels)
+    assert told == [(0, 0), (1, 1)]
 
 
 # What calls say that they read and write

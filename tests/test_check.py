@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cukv import CascadeLevels, MLAPagedCache, PagedKVCache, PageTable, RaggedTensor
 from cukv._arrays import BFLOAT16, FLOAT16
+from cukv._attention import check_soft_cap
 from cukv._check import (
     bits_hint,
     check_indptr,
@@ -252,6 +253,22 @@ def test_every_verb_names_an_option_that_is_neither_on_nor_off(make):
     for call in (partial(q.plan, q), partial(cache.plan, q.data, table)):
         with pytest.raises(TypeError, match=r"fill|decode: batch_invariant must be True or False"):
             call(batch_invariant=make(1, "bool"))
+    for op, call in {
+        "RaggedTensor.prefill": partial(q.prefill, q, q),
+        "PagedKVCache.prefill": partial(cache.prefill, q, table),
+        "PagedKVCache.decode": partial(cache.decode, q.data, table),
+        "MLAPagedCache.decode": partial(latent.decode, nope, pe, table, sm_scale=0.1),
+        "CascadeLevels.attend": partial(levels.attend, q, cache),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{op}: return_lse must be True or False, got"):
+            call(return_lse="no")
+
+
+@pytest.mark.parametrize("cap", [2.0**80, 1e30, 10**30, float(np.finfo(np.float32).max)])
+def test_a_cap_above_all_logits_is_off(cap, rng):
+    q, k = (RaggedTensor(rng.standard_normal((2, 2, 8), np.float32), [0, 2]) for _ in range(2))
+    assert check_soft_cap("op", cap) is None
+    assert (q.prefill(k, k, logits_soft_cap=cap) == q.prefill(k, k)).all()
 
 
 @pytest.mark.parametrize("make", [np.zeros, fake_cupy], ids=["host", "device"])

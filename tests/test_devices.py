@@ -15,6 +15,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 import pytest
+from capturing import capturing
 from cases import MLACase, PagedCase, on, random_rows
 from fake_gpus import FakeGpus, fake, moved
 from tolerances import MERGE, assert_close, assert_same_bits, max_abs, to_numpy
@@ -656,18 +657,15 @@ def test_a_graph_is_captured_and_replayed_on_the_device_that_is_not_current(devi
         stream = cp.cuda.Stream(non_blocking=True)
     with cp.cuda.Device(device), stream, cp.cuda.Device(1 - device):
         cache.decode(q, table, plan=plan, out=out)  # loads the kernel
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        try:
+        with capturing(stream) as graphs:
             with pytest.raises(ValueError, match="captured into a graph needs plan="):
                 cache.decode(q, table)
             plan.update()
             cache.decode(q, table, plan=plan, out=out)
-        finally:
-            graph = stream.end_capture()
     with cp.cuda.Device(device):
         q[...] = other
         cp.cuda.Device().synchronize()
-        graph.launch(stream)
+        graphs[0].launch(stream)
         stream.synchronize()
     assert cp.cuda.Device().id == 1 - device
     assert_same_bits(out, want)

@@ -94,6 +94,7 @@ def test_prefill_plans_and_attends(head_dim, causal, window_left, table, gpu):
         ("float8_e4m3fn", "float8_e4m3fn", 128, {}, True),
         ("float8_e4m3fn", "float8_e4m3fn", 128, {"window_left": 5}, True),
         ("float8_e4m3fn", "float8_e4m3fn", 128, {"logits_soft_cap": 5.0}, False),
+        ("float8_e4m3fn", "float8_e4m3fn", 128, {"logits_soft_cap": 1e30}, True),  # off
         ("float8_e4m3fn", "float8_e4m3fn", 64, {}, False),
         ("float8_e5m2", "float8_e5m2", 128, {}, False),
         ("bfloat16", "float8_e4m3fn", 128, {}, False),

@@ -11,6 +11,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
+from capturing import capturing
 from cases import MLACase, captured, fake_cupy, indptr_of, on, poison, random_rows
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
@@ -507,13 +508,12 @@ def test_a_captured_call_needs_a_plan(rng):
     cache, table = case.nouns(case.arrays(rng), cp)
     q = [cp.asarray(x) for x in queries(rng, 2, 8, "bfloat16")]
     cache.decode(*q, table, sm_scale=SCALE)
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        try:
-            with pytest.raises(ValueError, match="captured into a graph needs plan="):
-                cache.decode(*q, table, sm_scale=SCALE)
-        finally:
-            stream.end_capture()
+    with (
+        cp.cuda.Stream(non_blocking=True) as stream,
+        capturing(stream),
+        pytest.raises(ValueError, match="captured into a graph needs plan="),
+    ):
+        cache.decode(*q, table, sm_scale=SCALE)
 
 
 # Nothing to do, and what there is no kernel for

@@ -10,6 +10,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
+from capturing import capturing
 from cases import PagedCase, captured, indptr_of, on, poison, random_rows
 from tolerances import ATTENTION, LSE, assert_close, assert_same_bits, max_abs, to_numpy
 
@@ -197,13 +198,10 @@ def test_a_captured_call_needs_a_plan(rng):
     want = [one.attend() for one in (steps, rows)]
     with cp.cuda.Stream(non_blocking=True) as stream:
         cp.cuda.Device().synchronize()
-        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-        try:
+        with capturing(stream):
             for one in (steps, rows):
                 with pytest.raises(ValueError, match=r"^PagedKVCache\.\w+: .*plan"):
                     one.attend()
-        finally:  # a capture left open would fail every test that follows
-            stream.end_capture()
     for one, expected in zip((steps, rows), want, strict=True):
         assert_equal(one.attend(), expected, one.live)
 

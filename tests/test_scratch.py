@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import cupy as cp
 import numpy as np
 import pytest
+from capturing import capturing
 from cases import captured, fake_cupy, random_rows
 from tolerances import assert_same_bits, to_numpy
 
@@ -92,9 +93,8 @@ def test_a_capture_has_a_number_of_its_own():
     for _ in range(2):
         with captured(lambda: None) as (stream, _, _):
             for _ in range(2):
-                stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-                numbers += [_scratch.capture_id(stream.ptr) for _ in range(2)]
-                stream.end_capture()
+                with capturing(stream):
+                    numbers += [_scratch.capture_id(stream.ptr) for _ in range(2)]
     assert len(numbers) == 8
     assert len(set(numbers)) == 4
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
+from capturing import capturing
 from inputs import HOME, normal, poison
 
 ROUNDS = 9
@@ -83,11 +84,9 @@ class Replay:
             self._end.synchronize()
             times = rotations(len(calls), self._elapsed() / len(calls))
             self.num_calls = times * len(calls)
-            self._stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
-            try:
+            with capturing(self._stream) as graphs:
                 self._run(times)
-            finally:  # a capture left open would fail all that follows
-                self._graph = self._stream.end_capture()
+            self._graph = graphs[0]
             self._graph.upload(self._stream)
             self._stream.synchronize()
 
