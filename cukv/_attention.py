@@ -116,6 +116,8 @@ def check_soft_cap(op: str, logits_soft_cap: Any) -> float | None:
     if logits_soft_cap is None:
         return None
     require_on_host(op, "logits_soft_cap", logits_soft_cap)
+    if isinstance(logits_soft_cap, np.ndarray) and logits_soft_cap.size == 1:  # as scales may be
+        logits_soft_cap = logits_soft_cap.reshape(())[()]
     if isinstance(logits_soft_cap, (str, bytes)):
         raise TypeError(f"{op}: logits_soft_cap must be one number, got {logits_soft_cap!r}")
     try:

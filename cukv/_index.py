@@ -124,8 +124,9 @@ def host_scale(op: str, name: str, scale: Any) -> float:
     if type(scale) is float and abs(scale) <= _FLOAT32_MAX:
         return scale
     require_on_host(op, name, scale)
-    if type(scale) is int and scale.bit_length() <= 1000:
-        scale = float(scale)  # NumPy has no integers above 64 bits
+    if type(scale) is int:  # NumPy has none above 64 bits
+        beyond = math.inf if scale > 0 else -math.inf
+        scale = float(scale) if scale.bit_length() <= 1000 else beyond
     array = np.asarray(scale)
     if array.size != 1 or (array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16"):
         raise TypeError(f"{op}: {name} must be one number, got {scale!r}")

@@ -134,7 +134,7 @@ def build(
     model, page_size, xp = MODELS[name], options.page_size, stopwatch.xp
     layers = options.layers or min(size.layers, model.num_layers)
     if layers > model.num_layers:
-        raise ReplayError(f"--layers: {name} has {model.num_layers}, got {layers}")
+        raise ReplayError(f"--layers must be at most {model.num_layers} for {name}, got {layers}")
     page_bytes = layers * page_size * model.token_bytes
     pages = num_pages(options, requests, page_bytes, xp)
     free = FreePages(pages, options.seed)

@@ -264,6 +264,12 @@ def test_every_verb_names_an_option_that_is_neither_on_nor_off(make):
             call(return_lse="no")
 
 
+def test_a_cap_may_be_an_array_of_one_number():
+    assert check_soft_cap("op", np.array([3.0])) == check_soft_cap("op", np.array(3)) == 3.0
+    with pytest.raises(TypeError, match=r"^op: logits_soft_cap must be one number, got"):
+        check_soft_cap("op", np.array(["3"]))
+
+
 @pytest.mark.parametrize("cap", [2.0**80, 1e30, 10**30, float(np.finfo(np.float32).max)])
 def test_a_cap_above_all_logits_is_off(cap, rng):
     q, k = (RaggedTensor(rng.standard_normal((2, 2, 8), np.float32), [0, 2]) for _ in range(2))
@@ -281,6 +287,8 @@ def test_numbers_that_float32_does_not_hold_are_no_caps_and_no_scales(make):
     for scale in (1e300, 2**200):
         with pytest.raises(ValueError, match=r"sm_scale must be finite in float32, got 1"):
             cache.decode(q, table, sm_scale=scale)
+    with pytest.raises(ValueError, match=r"sm_scale must be finite, got -inf$"):
+        cache.decode(q, table, sm_scale=-(10**400))
 
 
 def test_a_scale_is_any_integer_that_float32_reaches():

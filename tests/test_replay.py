@@ -185,7 +185,7 @@ BAD_ARGUMENTS = {
     "pages-endless": (["replay", "--pages", "9" * 999], "argument --pages: must be a whole number"),
     "model": (["replay", "--model", "gpt"], "argument --model: invalid choice: 'gpt'"),
     "device": (["replay", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-    "layers": ([*SMALL, "--layers", "3"], "--layers: tiny has 2, got 3"),
+    "layers": ([*SMALL, "--layers", "3"], "--layers must be at most 2 for tiny, got 3"),
     "unknown-option": (["replay", "--speed"], "unrecognized arguments: --speed"),
     "no-room": ([*SMALL, "--pages", "2"], "built-in request 1: does not fit: "),
     "common-prompt": ([*SMALL, "--common-prompt", "100"], "--common-prompt: must be in 512s, got"),
