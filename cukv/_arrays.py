@@ -44,24 +44,26 @@ _READ_ONLY = 1
 _NULL_STREAMS = (0, 1, 2)
 
 
-# What writes to arrays of its caller, and to caches: the function of cukv.jax for it.
+# The functions of cukv.jax that do what operations do here, and what caches are written by.
 _IN_JAX = {
     "PagedKVCache": "append",
+    "PagedKVCache.append": "append",
+    "PagedKVCache.gather": "gather",
     "PagedKVCache.decode": "decode",
     "PagedKVCache.prefill": "prefill",
     "MLAPagedCache": "mla_append",
+    "MLAPagedCache.append": "mla_append",
     "MLAPagedCache.decode": "mla_decode",
     "RaggedTensor.prefill": "ragged_prefill",
     "CascadeLevels.attend": "cascade",
     "merge_states": "merge_states",
+    "packbits": "packbits",
 }
-
 
 _NOUNS = (
     "CascadeLevels", "MLAPagedCache", "PackedMask", "PageTable", "PagedKVCache", "RaggedMask",
     "RaggedTensor",
 )  # fmt: skip
-_CALL_JAX = ", or call the function of cukv.jax"
 
 
 class CudaUnavailableError(RuntimeError):
@@ -133,7 +135,10 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
         return to_home(np.asarray(x), like)
     of_jax = ""
     if _is_of_jax(x):
-        of_jax = ", or make the noun by cukv.jax.noun" if op in _NOUNS else _CALL_JAX
+        if op in _NOUNS:
+            of_jax = ", or make the noun by cukv.jax.noun"
+        elif op in _IN_JAX:
+            of_jax = f", or call cukv.jax.{_IN_JAX[op]}"
     if not hasattr(x, "__dlpack_device__"):
         kind = type(x)
         raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {kind}{of_jax}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Noun")
 
-_OF_JAX = "{}: over arrays of JAX it is its fields; cukv.jax has what its methods do as functions"
+_OF_JAX = "{}: not over arrays of JAX; functions of cukv.jax work on their nouns"
 
 
 class Noun:
@@ -50,7 +50,7 @@ class Noun:
             kind = type(self).__name__
             fields = tuple(vars(self).values())
             if fields and not name.startswith("__") and not _arrays(fields):
-                raise AttributeError(_OF_JAX.format(kind))
+                raise AttributeError(_OF_JAX.format(f"{kind}.{name}"))
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def _set(self, **attributes: Any) -> None:

@@ -156,10 +156,11 @@ class CascadeLevels(Noun):
             Offsets of each request's rows of q; one row per request by default. A request without
             rows shares nothing.
         min_saved_bytes : int
-            Bytes that sharing a run must save, against its pages in each of the runs and leaves
-            below it; 0 shares whatever can be shared. By default half of them, as flat decode finds
-            the other half in the L2, must be worth what a run costs (1 MB, and 33 kB a row for
-            partial states), and of all runs together 120 MB more, which an H200 reads in 27 us.
+            A run is shared if that saves so many bytes or more, counted against reading its pages
+            again for each of the runs and leaves below it; 0 shares all that can be shared. By
+            default half of what is saved counts, since flat decode finds the other half in the L2.
+            It must be worth what the run costs (1 MB, and 33 kB a row for partial states), and all
+            runs together must save 120 MB more, which an H200 reads in 27 us.
         bytes_per_token : int
             Bytes of one token's keys and values, for counting what is saved; 4096 is 8 heads of
             128 in 16 bits.
@@ -237,10 +238,14 @@ class CascadeLevels(Noun):
 
         Raises
         ------
+        TypeError
+            Arguments that are not integers.
         ValueError
             Names the level, the request and the value.
         """
         op = "CascadeLevels.validate"
+        if nnz is not None:
+            nnz = whole_number(op, "nnz", nnz, 0)
         rows = -1
         for level, (indptr, table) in enumerate(zip(self.qo_indptr, self.tables, strict=True)):
             starts = values(indptr)
@@ -346,7 +351,7 @@ class CascadeLevels(Noun):
             Tokens to the left of its own position that a query sees; -1 is all. Positions count
             over the concatenation, so that a window may end in any level.
         logits_soft_cap : float
-            ``cap * tanh(logits / cap)`` before masking; None or 0 is off, as are 2**80 and more.
+            ``cap * tanh(logits / cap)`` before masking; None, 0 and numbers from 2**80 on are off.
         sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once (not per level) to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device

@@ -36,7 +36,7 @@ def merge_states(
 
     Parameters
     ----------
-    o : [n, k, heads, head_dim] float16, bfloat16 or float32
+    o : [n, k, heads, head_dim] float16, bfloat16 or float32; in NumPy float64 too
         Outputs. Any strides with a contiguous last axis; any k, 0 too.
     lse : [n, k, heads] float32
         Log-sum-exps in **base 2**. A state with lse -inf has no key: its o may hold anything.
@@ -102,7 +102,7 @@ def merge_state(
 
     Parameters
     ----------
-    o_a, o_b : [n, heads, head_dim] float16, bfloat16 or float32
+    o_a, o_b : [n, heads, head_dim] float16, bfloat16 or float32; in NumPy float64 too
         Outputs, of one dtype. Any strides with a contiguous last axis.
     lse_a, lse_b : [n, heads] float32
         Log-sum-exps in **base 2**; -inf where a state has no key.

@@ -58,11 +58,12 @@ class PageTable(Noun):
 
     Parameters
     ----------
-    indptr : [batch_size + 1] int32 or int64
-        Offsets of each request's **pages** in ``indices``; starts at 0.
-    indices : [indptr[-1]] int32 or int64
+    indptr : [batch_size + 1] int32 or int64, or a sequence
+        Offsets of each request's **pages** in ``indices``; starts at 0. Sequences go to the home of
+        the others, or of sequences alone to NumPy.
+    indices : [indptr[-1]] int32 or int64, or a sequence
         Page ids. Entries at or past ``indptr[-1]`` are padding and may hold anything.
-    last_page_len : [batch_size] int32 or int64
+    last_page_len : [batch_size] int32 or int64, or a sequence
         Tokens in each request's last page, 1 to ``page_size``; ignored without pages.
     page_size : int
         Tokens a page holds, below 2**31.
@@ -146,8 +147,8 @@ class PageTable(Noun):
         pages : [n] int32 or int64, or a sequence
             Page ids to hand out, in order; ``0, 1, 2, ...`` by default.
         num_pages : int
-            Capacity of ``indices`` (pages). Needed for lengths on the device without ``pages``;
-            otherwise what the lengths need by default.
+            Capacity of ``indices`` (pages), at most ``len(pages)``. Needed for lengths on the
+            device without ``pages``; otherwise what the lengths need by default.
         xp : module
             ``cupy`` or ``numpy``: home of a table made of sequences alone.
 
@@ -188,6 +189,8 @@ class PageTable(Noun):
         match_index(op, "lens", lens)
         if pages is not None:
             match_index(op, "pages", pages)
+            if num_pages is not None and num_pages > len(pages):
+                raise ValueError(f"{op}: num_pages={num_pages}, but pages names {len(pages)}")
         if on_host is not None:
             num_pages = _checked_capacity(op, values(on_host), size, pages, num_pages)
         elif num_pages is None:
@@ -352,7 +355,7 @@ class PageTable(Noun):
 
         Parameters
         ----------
-        batch_indices, positions : [n] int32 or int64
+        batch_indices, positions : [n] int32 or int64, or sequences
             Request of each pair and its token index there.
 
         Returns
@@ -533,4 +536,4 @@ def _checked_capacity(
     have = min(limits, default=needed)
     if needed > have:
         raise ValueError(f"{op}: the lengths need {needed} pages, got {have}")
-    return have if num_pages is not None else needed
+    return needed if num_pages is None else num_pages

@@ -28,6 +28,7 @@ from cukv.ragged import (
     RaggedTensor,
     as_rows,
     check_layout,
+    indptr_of_rows,
     require_ragged,
     swap_layout,
 )
@@ -218,10 +219,10 @@ class PagedKVCache(CacheNoun):
     ) -> None:
         """Write new K and V rows, in place, into pages that ``table`` already owns. One launch.
 
-        Where rows go is found from ``indptr``, from ``batch_indices`` and ``positions``, or, with
-        none of them, is the last token of each request in turn: row ``b`` is request ``b``'s, and
-        rows past the last request are padding. A RaggedTensor's own indptr is not consulted: pass
-        it as ``indptr``.
+        Where rows go is found from ``indptr``, or from ``batch_indices`` and ``positions``. With
+        none of them the indptr of a RaggedTensor counts (k's, if both are). Of arrays row ``b`` is
+        then request ``b``'s last token, and rows past the last request are padding; the row of a
+        request without tokens is skipped.
 
         Parameters
         ----------
@@ -231,12 +232,12 @@ class PagedKVCache(CacheNoun):
             finite value, NaN staying NaN.
         table : PageTable
             Counts the new tokens already.
-        indptr : [batch_size + 1] int32 or int64
+        indptr : [batch_size + 1] int32 or int64, or a sequence
             Offsets of each request's rows, which are the last tokens of its sequence. Rows at or
             past ``indptr[-1]`` are padding and skipped.
-        batch_indices, positions : [nnz] int32 or int64
-            Request of each row and its token index there. A negative request, and a position
-            outside the request's own pages, skips the row.
+        batch_indices, positions : [nnz] int32 or int64, or sequences
+            Request of each row and its token index there. A request that the table does not have,
+            and a position outside the request's own pages, skips the row.
         k_scale, v_scale : float, or float32 [1] on the device
             Divisors for an fp8 cache; must be 1.0 for others. Rows that are of the cache's own
             fp8 dtype are stored as they are.
@@ -256,6 +257,8 @@ class PagedKVCache(CacheNoun):
         """
         op = "PagedKVCache.append"
         if type(k) is not cp.ndarray or type(v) is not cp.ndarray:
+            if indptr is batch_indices is positions is None:
+                indptr = indptr_of_rows(k, v)
             k, v = as_rows(op, "k", k), as_rows(op, "v", v)
         scales = (k_scale, v_scale)
         self._pages.append(op, k, v, table, indptr, batch_indices, positions, scales)
@@ -413,7 +416,7 @@ class PagedKVCache(CacheNoun):
         window_left : int
             Tokens to the left of the query's own that it sees; -1 is all.
         logits_soft_cap : float
-            ``cap * tanh(logits / cap)`` before masking; None or 0 is off, as are 2**80 and more.
+            ``cap * tanh(logits / cap)`` before masking; None, 0 and numbers from 2**80 on are off.
         sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
@@ -502,7 +505,7 @@ return_lse
         Returns
         -------
         o : [nnz, num_qo_heads, head_dim_vo]
-            0 for a row that sees no key.
+            In q's dtype (bfloat16 for fp8 q); 0 for a row that sees no key.
         lse : [nnz, num_qo_heads] float32
             Base 2; -inf for a row that sees no key, ``sink * log2(e)`` if it has a sink.
 

@@ -21,9 +21,9 @@ def batch_indices_positions(append_indptr: Array, seq_lens: Array, nnz: int) -> 
 
     Parameters
     ----------
-    append_indptr : [batch_size + 1] int32 or int64
+    append_indptr : [batch_size + 1] int32 or int64, or a sequence
         Offsets of each request's rows.
-    seq_lens : [batch_size] int32 or int64
+    seq_lens : [batch_size] int32 or int64, or a sequence
         Tokens of each request, the appended ones included.
     nnz : int
         Length of the row axis; rows at or past ``append_indptr[-1]`` are padding.

@@ -307,7 +307,7 @@ class RaggedTensor(ArrayNoun):
         window_left : int
             Tokens to the left of ``i + kv_len - qo_len`` that query ``i`` sees; -1 is all.
         logits_soft_cap : float
-            ``cap * tanh(logits / cap)`` before masking; None or 0 is off, as are 2**80 and more.
+            ``cap * tanh(logits / cap)`` before masking; None, 0 and numbers from 2**80 on are off.
         sinks : [num_qo_heads] float16, bfloat16 or float32
             Natural-log logit per head, not scaled, added once to the denominator.
         q_scale, k_scale, v_scale : float, or float32 [1] on the device
@@ -459,6 +459,11 @@ def check_layout(op: str, layout: str) -> None:
 def swap_layout(array: Array) -> Array:
     """Exchange the token and head axes of pages, a view: HND seen as NHD and back."""
     return array.swapaxes(1, 2)
+
+
+def indptr_of_rows(*rows: Array | RaggedTensor) -> Array | None:
+    """Give the offsets of the first RaggedTensor among rows, if one is."""
+    return next((x.indptr for x in rows if isinstance(x, RaggedTensor)), None)
 
 
 def as_rows(op: str, name: str, x: Array | RaggedTensor) -> Array:

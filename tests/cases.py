@@ -171,6 +171,11 @@ class _Pages:
         arguments = {"batch_indices": batch_indices, "positions": positions}
         return Rows(arguments, [at for _, at in pairs])
 
+    def places(self, at):
+        """Say by batch_indices and positions where rows go that ``rows`` gives."""
+        pairs = np.array([place or (-1, 0) for place in at], np.int32)
+        return dict(zip(("batch_indices", "positions"), pairs.T, strict=True))
+
     def write(self, arrays, store, rows, at):
         """Do by hand what append does to one storage array, seen as ``stores`` gives it."""
         for row, place in zip(rows, at, strict=True):

@@ -785,6 +785,9 @@ def test_validate_checks_against_the_cache_and_the_rows_it_is_told():
         levels.validate(max_num_pages=1)
     with pytest.raises(ValueError, match=r"qo_indptr\[0\] ends at 2, but there are 1 rows"):
         levels.validate(nnz=1)
+    for nnz in (2.0, "2", True):
+        with pytest.raises(TypeError, match=r"CascadeLevels\.validate: nnz must be an integer"):
+            levels.validate(nnz=nnz)
     two(row_order=[5, 1, -7, 99]).validate(nnz=6)
     with pytest.raises(ValueError, match=r"row_order\[0\] must be a row of 5, got 5"):
         two(row_order=[5, 1]).validate(nnz=5)

@@ -1091,6 +1091,31 @@ def test_calls_that_were_not_planned_are_refused_by_name(rng):
         wrapper.run(q, arrays.data, 1.0)
 
 
+def test_a_plan_of_options_that_are_none_is_not_made(rng):
+    arrays = CASE.arrays(rng)
+    q, wrapper = CASE.queries(rng, 11, 4), prefill_wrapper(CASE, arrays)
+    want = wrapper.run(q, arrays.data)
+    for name, bad, error in (
+        ("sm_scale", "x", TypeError), ("window_left", -5, ValueError),
+        ("window_left", None, ValueError), ("logits_soft_cap", -1.0, ValueError),
+    ):  # fmt: skip
+        with pytest.raises(error, match=rf"^BatchPrefill\w+\.plan: {name} must be"):
+            wrapper.plan(QO_INDPTR, *csr(arrays), 4, 2, 64, 16, **{name: bad})
+    assert_same_bits(wrapper.run(q, arrays.data), want)  # by the plan before
+
+
+def test_what_is_no_array_is_named(rng):
+    arrays = CASE.arrays(rng)
+    q, wrapper = CASE.queries(rng, 11, 4), prefill_wrapper(CASE, arrays)
+    for cache in (None, CASE.nouns(arrays)[0], (arrays.data, None)):
+        with pytest.raises(TypeError, match=r"\.run: paged_kv_cache must be an array or a pair"):
+            wrapper.run(q, cache)
+    with pytest.raises(ValueError, match=r"\.run: q must be \[nnz, num_qo_heads, head_dim\]"):
+        wrapper.run(q[0], arrays.data)
+    with pytest.raises(ValueError, match=r"decode_with_kv_cache: q must be \[num_qo_heads, head"):
+        flashinfer.single_decode_with_kv_cache([1], q, q)
+
+
 def test_names_of_no_backend_and_no_mode_raise(rng):
     with pytest.raises(ValueError, match="backend"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, backend="fa9")

@@ -25,8 +25,11 @@ def check_append(xp, case, way, rng, rows_of=lambda x: x):
     for store, values in zip(want, new, strict=True):
         case.write(arrays, store, values, rows.at)
     cache, table = case.nouns(arrays, xp)
-    where = {name: on(xp, x) for name, x in rows.arguments.items()}
-    cache.append(*(rows_of(on(xp, x)) for x in new), table, **where)
+    given = [rows_of(on(xp, x)) for x in new]
+    where = rows.arguments
+    if not where and isinstance(given[0], RaggedTensor):  # whose own offsets would count
+        where = case.places(rows.at)
+    cache.append(*given, table, **{name: on(xp, x) for name, x in where.items()})
     for got, expected in zip(case.stores(cache.data), want, strict=True):
         assert_same_bits(got, expected)
 
@@ -109,6 +112,21 @@ def backwards(x):
 )
 def test_append_reads_rows_of_any_kind(xp, rows_of, way, rng):
     check_append(xp, MLACase((9, 0, 4, 1), 4, 64, 16), way, rng, rows_of)
+
+
+@pytest.mark.parametrize("ragged_kpe", [False, True])
+def test_append_goes_by_the_offsets_of_ragged_rows(rng, ragged_kpe):
+    ckv, kpe = rng.standard_normal((4, 1, 512)), rng.standard_normal((4, 1, 64))
+    table = PageTable.from_seq_lens([5, 0, 3], 16, xp=np)
+    cache, want = (MLAPagedCache.empty(2, 16, "float64", xp=np) for _ in range(2))
+    for x in (cache, want):
+        x.data[...] = 0
+    want.append(ckv, kpe, table, indptr=[0, 3, 3, 4])
+    rows = [RaggedTensor(ckv, [0, 3, 3, 4]), kpe]
+    if ragged_kpe:
+        rows = [ckv, RaggedTensor(kpe, [0, 3, 3, 4])]
+    cache.append(*rows, table)
+    assert_same_bits(cache.data, want.data)
 
 
 def test_views_of_one_buffer_are_as_good_as_copies(xp, rng):

@@ -619,6 +619,9 @@ def test_builders_refuse_pages_that_cannot_be():
         PageTable.from_block_table(np.array([[0, -1]]), [17], 16)
     with pytest.raises(ValueError, match="need 3 pages, got 2"):
         PageTable.from_seq_lens([12], 4, pages=range(10), num_pages=2, xp=np)
+    for lens in ([12], np.array([12])):
+        with pytest.raises(ValueError, match="num_pages=9, but pages names 4"):
+            PageTable.from_seq_lens(lens, 4, pages=np.arange(4), num_pages=9)
 
 
 def test_more_rows_than_tokens_are_refused():

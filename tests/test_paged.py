@@ -66,8 +66,12 @@ def check_append(xp, case, way, rng, *, rows_of=lambda x: x, index_of=lambda x: 
     cache, table = case.nouns(arrays, xp)
     table = PageTable(*(index_of(x) for x in (table.indptr, table.indices, table.last_page_len)),
                       table.page_size)  # fmt: skip
-    arguments = {name: index_of(on(xp, x)) for name, x in rows.arguments.items()}
-    cache.append(*(rows_of(on(xp, x)) for x in new), table, **arguments, **options)
+    given = [rows_of(on(xp, x)) for x in new]
+    where = rows.arguments
+    if not where and isinstance(given[0], RaggedTensor):  # whose own offsets would count
+        where = case.places(rows.at)
+    arguments = {name: index_of(on(xp, x)) for name, x in where.items()}
+    cache.append(*given, table, **arguments, **options)
     for got, expected in zip(case.stores(cache.data), want, strict=True):
         assert_same_bits(got, expected)
 
@@ -303,6 +307,29 @@ def test_append_reads_rows_of_any_stride_and_alignment(xp, rows_of, layout, way,
     for head_dim in (64, 20):
         case = PagedCase((9, 0, 4, 1), 4, 3, head_dim, layout=layout)
         check_append(xp, case, way, rng, rows_of=rows_of)
+
+
+def appended(k, v, **where):
+    """Append rows to three requests; give what the cache holds."""
+    cache = PagedKVCache.empty(2, 16, 1, 8, "float64", xp=np)
+    cache.data[...] = 0
+    cache.append(k, v, PageTable.from_seq_lens([5, 0, 3], 16, xp=np), **where)
+    return cache.data
+
+
+def test_append_goes_by_the_offsets_of_ragged_rows(rng):
+    k, v = rng.standard_normal((2, 4, 1, 8))
+    ragged_k, ragged_v = (RaggedTensor(x, [0, 3, 3, 4]) for x in (k, v))
+    want = appended(k, v, indptr=[0, 3, 3, 4])
+    for rows in ((ragged_k, ragged_v), (ragged_k, v), (k, ragged_v)):
+        assert_same_bits(appended(*rows), want)
+    other = RaggedTensor(v, [0, 1, 1, 4])
+    assert_same_bits(appended(ragged_k, other), want)  # k's, if both have them
+    where = {"batch_indices": [2, 2, 0, 0], "positions": [0, 2, 1, 3]}
+    for way in ({"indptr": [0, 2, 2, 4]}, where):  # and what is given comes first
+        assert_same_bits(appended(ragged_k, ragged_v, **way), appended(k, v, **way))
+    with pytest.raises(ValueError, match=r"indptr must be \[n=4\], got \[2\]"):
+        appended(RaggedTensor(k, [0, 4]), v)
 
 
 def test_a_row_repeated_by_a_stride_of_zero_is_written_everywhere(xp, rng):

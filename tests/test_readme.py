@@ -116,7 +116,7 @@ def test_what_is_asked_stands_beside_what_is_reached_whether_it_is_met_or_not():
     text = speed(condensed(found, []))
     reached = ["1.2", "at most 1.03 of flat `decode`", "1 of 2"]
     assert line(text, "| cascade `attend` | random")[2:] == reached
-    assert line(text, "| `prefill` | 4 rows")[2:] == ["1.03", "at most 1.1 of one row", "yes"]
+    assert line(text, "| `prefill` | 4 rows")[2:] == ["1.032", "at most 1.1 of one row", "yes"]
     assert line(text, "| `CascadeLevels.from")[2:] == ["51", "at most 50 ms", "no"]
     assert "asked" not in speed(condensed(bench(), []))
 

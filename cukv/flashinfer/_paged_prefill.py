@@ -214,7 +214,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         self._check_window(op, window_left)
         qo_indptr, table, mask = self._nouns
         with working_for(q):
-            cache = self._noun_of(paged_kv_cache, lambda given: paged_cache(given, self._layout))
+            cache = self._noun_of(
+                paged_kv_cache, lambda given: paged_cache(op, given, self._layout)
+            )
             rows = data(op, "q", q)
             options.check_call(op, rows, cache)
             queries = RaggedTensor(rows, qo_indptr)

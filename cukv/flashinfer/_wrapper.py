@@ -17,7 +17,9 @@ import cupy as cp
 import numpy as np
 
 from cukv._arrays import FLOAT32, Array, empty, home
+from cukv._attention import check_soft_cap, check_window
 from cukv._check import match, match_aligned, match_dtype, match_index, narrow, truth, values
+from cukv._index import host_scale
 from cukv.flashinfer._caller import (
     data,
     detached,
@@ -57,23 +59,29 @@ class Options:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        """Turn the dtypes of any framework into NumPy's."""
+        """Turn the dtypes of any framework into NumPy's, and check what shapes the logits."""
         op = f"{self.op}.plan"
         self.q_data_type = dtype_of(op, "q_data_type", self.q_data_type)
         kv = self.q_data_type if self.kv_data_type is None else self.kv_data_type
         self.kv_data_type = dtype_of(op, "kv_data_type", kv)
         if self.o_data_type is not None:
             self.o_data_type = dtype_of(op, "o_data_type", self.o_data_type)
+        if self.sm_scale is not None:
+            self.sm_scale = host_scale(op, "sm_scale", self.sm_scale)
+        self.window_left = check_window(op, self.window_left)
+        self.logits_soft_cap = check_soft_cap(op, self.logits_soft_cap)
 
     def check_call(self, op: str, q: Array, kv: Any) -> None:
         """Raise unless a call is of the shapes and dtypes that were planned.
 
         ``kv`` is the cache, or the keys where there are no pages.
         """
+        if q.ndim != 3:
+            raise ValueError(f"{op}: q must be [nnz, num_qo_heads, head_dim], got {list(q.shape)}")
         found = {
             "q_data_type": q.dtype,
             "kv_data_type": kv.dtype,
-            "num_qo_heads": q.shape[1] if q.ndim == 3 else None,
+            "num_qo_heads": q.shape[1],
         }
         if self.page_size is None:
             found |= {"num_kv_heads": kv.num_heads, "head_dim_qk": kv.head_dim}

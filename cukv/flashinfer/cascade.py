@@ -227,7 +227,9 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         options = self._planned(op)
         (levels,) = self._nouns
         with working_for(q):
-            cache = self._noun_of(paged_kv_cache, lambda given: paged_cache(given, self._layout))
+            cache = self._noun_of(
+                paged_kv_cache, lambda given: paged_cache(op, given, self._layout)
+            )
             rows = data(op, "q", q)
             options.check_call(op, rows, cache)
             mask_and_window = {"causal": options.causal, "window_left": options.window_left}

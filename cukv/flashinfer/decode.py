@@ -54,8 +54,9 @@ def single_decode_with_kv_cache(
     be captured into a graph.
     """
     op = "single_decode_with_kv_cache"
-    if q.ndim != 2:
-        raise ValueError(f"{op}: q must be [num_qo_heads, head_dim], got {list(q.shape)}")
+    if getattr(q, "ndim", None) != 2:
+        got = list(q.shape) if hasattr(q, "shape") else type(q)
+        raise ValueError(f"{op}: q must be [num_qo_heads, head_dim], got {got}")
     found = attend_alone(
         op,
         q[None],
@@ -250,7 +251,9 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if q_len_per_req is not None and q_len_per_req != rows_each:
             raise ValueError(f"{op}: plan was told q_len_per_req={rows_each}, got {q_len_per_req}")
         with working_for(q):
-            cache = self._noun_of(paged_kv_cache, lambda given: paged_cache(given, self._layout))
+            cache = self._noun_of(
+                paged_kv_cache, lambda given: paged_cache(op, given, self._layout)
+            )
             rows = data(op, "q", q)
             options.check_call(op, rows, cache)
             planned: dict[str, Any] = {"window_left": options.window_left}

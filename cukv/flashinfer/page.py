@@ -89,7 +89,7 @@ def append_paged_kv_cache(
     """
     op = "append_paged_kv_cache"
     with working_for(append_key):
-        cache = paged_cache(paged_kv_cache, kv_layout)
+        cache = paged_cache(op, paged_kv_cache, kv_layout)
         rows = data(op, "append_key", append_key), data(op, "append_value", append_value)
         table = page_table(op, kv_indptr, kv_indices, kv_last_page_len, cache.page_size, cache.k)
         cache.append(
@@ -131,10 +131,13 @@ def append_paged_mla_kv_cache(
 # ------------------------------------------------------------------------------------------- parts
 
 
-def paged_cache(paged_kv_cache: Any, kv_layout: str) -> PagedKVCache:
+def paged_cache(op: str, paged_kv_cache: Any, kv_layout: str) -> PagedKVCache:
     """Make the noun of a cache: 5-D, a pair of 4-D, or, for pages of one token, an axis less."""
     given = detached(paged_kv_cache)
     parts = given if isinstance(given, tuple) else (given,)
+    if not all(hasattr(part, "ndim") for part in parts):
+        kind = type(paged_kv_cache)
+        raise TypeError(f"{op}: paged_kv_cache must be an array or a pair of arrays, got {kind}")
     token_axis = -2 if kv_layout == "NHD" else -1  # where pages of one token lack it
     dims = 4 if isinstance(given, tuple) else 5
     if all(part.ndim == dims - 1 for part in parts):
