@@ -283,6 +283,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    def _shape_logits(self, op: str, sm_scale: Any, window_left: Any, logits_soft_cap: Any) -> None:
+        """Put what shapes the logits in place of what ``begin_forward`` was told."""
+        options = self._planned(op)
+        options.sm_scale, options.window_left = sm_scale, window_left
+        options.logits_soft_cap = logits_soft_cap
+
     def forward(
         self,
         q: Any,
@@ -300,9 +306,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """Run with these options in place of those of ``begin_forward``."""
         op = f"{self._op}.forward"
         refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
-        options = self._planned(op)
-        options.window_left, options.sm_scale = window_left, sm_scale
-        options.logits_soft_cap = logits_soft_cap
+        self._shape_logits(op, sm_scale, window_left, logits_soft_cap)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
     def forward_return_lse(
@@ -322,9 +326,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """Run as ``forward``, and give ``(o, lse)``."""
         op = f"{self._op}.forward_return_lse"
         refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
-        options = self._planned(op)
-        options.window_left, options.sm_scale = window_left, sm_scale
-        options.logits_soft_cap = logits_soft_cap
+        self._shape_logits(op, sm_scale, window_left, logits_soft_cap)
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
         )
