@@ -227,9 +227,29 @@ def prefill(
 ) -> Any:
     """Attend from any number of rows per request; as ``PagedKVCache.prefill``.
 
-    q is a RaggedTensor ``[nnz, num_qo_heads, head_dim]``, o has its rows in that order, and lse is
-    ``[nnz, num_qo_heads]``. ``causal`` is static; a mask may be traced. The rest is as in
-    ``decode``.
+    Parameters
+    ----------
+    q : RaggedTensor
+        Rows of each request, ``[nnz, num_qo_heads, head_dim]``.
+    causal : bool
+        As there, static.
+    custom_mask : RaggedMask or PackedMask
+        As there; its arrays may be traced.
+    cache, table, sm_scale, window_left, logits_soft_cap, sinks, q_scale, k_scale, v_scale, plan, \
+return_lse
+        As in ``decode``.
+
+    Returns
+    -------
+    o : [nnz, num_qo_heads, head_dim_vo], dtype of q; bfloat16 for fp8
+        In q's order.
+    lse : [nnz, num_qo_heads] float32, base 2
+        With ``return_lse``.
+
+    Raises
+    ------
+    NotImplementedError, TypeError, ValueError
+        As in ``decode``.
     """
     require("prefill", PagedKVCache, cache=cache)
     require("prefill", RaggedTensor, q=q)
@@ -273,7 +293,13 @@ def ragged_prefill(
 ) -> Any:
     """Attend from packed rows to packed keys and values; as ``RaggedTensor.prefill``.
 
-    k and v are RaggedTensors ``[nnz_kv, num_kv_heads, dim]``. The rest is as in ``prefill``.
+    Parameters
+    ----------
+    k, v : RaggedTensor
+        Tokens of each request, ``[nnz_kv, num_kv_heads, head_dim]`` and
+        ``[nnz_kv, num_kv_heads, head_dim_vo]``.
+    q and all options
+        As in ``prefill``, and so are results and errors.
     """
     require("ragged_prefill", RaggedTensor, q=q, k=k, v=v)
     of_values = getattr(plan, "of_values", True)
@@ -313,9 +339,29 @@ def mla_decode(
 ) -> Any:
     """Attend in the absorbed form; as ``MLAPagedCache.decode``.
 
-    q_nope is ``[rows, num_heads, head_dim_ckv]``, q_pe ``[rows, num_heads, head_dim_kpe]``, one row
-    per request or as ``qo_indptr`` says; o is shaped as q_nope, lse ``[rows, num_heads]``. The rest
-    is as in ``decode``.
+    Parameters
+    ----------
+    q_nope, q_pe : [rows, num_qo_heads, head_dim_ckv], [rows, num_qo_heads, head_dim_kpe]
+        One row of each request, or as ``qo_indptr`` says.
+    sm_scale, causal
+        As there, static.
+    qo_indptr : [batch_size + 1] int32 or int64
+        Offsets of each request's rows.
+    ckv_scale, kpe_scale
+        As there; may be traced.
+    cache, table, plan, return_lse
+        As in ``decode``.
+
+    Returns
+    -------
+    o : [rows, num_qo_heads, head_dim_ckv], dtype of q_nope; bfloat16 for fp8
+    lse : [rows, num_qo_heads] float32, base 2
+        With ``return_lse``.
+
+    Raises
+    ------
+    NotImplementedError, TypeError, ValueError
+        As in ``decode``.
     """
     require("mla_decode", MLAPagedCache, cache=cache)
     require("mla_decode", PageTable, table=table)
@@ -357,8 +403,15 @@ def cascade(
 ) -> Any:
     """Attend to the keys of all levels; as ``CascadeLevels.attend``.
 
-    q is ``[nnz, num_qo_heads, head_dim]`` or a RaggedTensor, in its own order: ``row_order`` of the
-    levels is applied to it, and taken back from o and lse. The rest is as in ``prefill``.
+    Parameters
+    ----------
+    q : [nnz, num_qo_heads, head_dim] array, or RaggedTensor
+        In its own order: ``row_order`` of the levels is applied to it, and taken back from the
+        results.
+    levels : CascadeLevels
+        Of JAX arrays.
+    cache and all options
+        As in ``prefill``, and so are results and errors.
     """
     require("cascade", PagedKVCache, cache=cache)
     require("cascade", CascadeLevels, levels=levels)
@@ -385,10 +438,24 @@ def cascade(
 
 
 def merge_states(o: Array, lse: Array) -> tuple[Array, Array]:
-    """Combine the states of k disjoint sets of keys; as the nouns' ``merge_states``.
+    """Combine the states of k disjoint sets of keys; as ``cukv.merge_states``.
 
-    From ``o [n, k, num_heads, head_dim]`` and ``lse [n, k, num_heads]`` float32, base 2, it gives
-    ``o [n, num_heads, head_dim]`` and ``lse [n, num_heads]``.
+    Parameters
+    ----------
+    o : [n, k, num_heads, head_dim] float16, bfloat16 or float32
+        Outputs of k disjoint sets of keys.
+    lse : [n, k, num_heads] float32
+        Their log-sum-exps, base 2.
+
+    Returns
+    -------
+    o : [n, num_heads, head_dim], dtype of o
+    lse : [n, num_heads] float32, base 2
+
+    Raises
+    ------
+    TypeError, ValueError
+        As there; when the call is traced, on JAX for the CPU when it runs.
     """
     require_arrays("merge_states", o=o, lse=lse)
 

@@ -43,9 +43,30 @@ def append(
 ) -> PagedKVCache:
     """Give the cache with new rows written; as ``PagedKVCache.append``.
 
-    k and v are ``[nnz, num_kv_heads, dim]``, of any dtype that a cache can have. Scales may be
-    traced. Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory is the result's
-    then, and only the new rows are written.
+    Donate the cache (``jax.jit(step, donate_argnums=...)``): its memory is the result's then, and
+    only the new rows are written.
+
+    Parameters
+    ----------
+    cache, table
+        Nouns of JAX arrays.
+    k, v : [nnz, num_kv_heads, head_dim], [nnz, num_kv_heads, head_dim_vo], or RaggedTensors
+        Of any dtype that a cache can have.
+    indptr : [batch_size + 1] int32 or int64
+        As there.
+    batch_indices, positions : [nnz] int32 or int64
+        As there.
+    k_scale, v_scale
+        As there; may be traced.
+
+    Returns
+    -------
+    PagedKVCache
+
+    Raises
+    ------
+    TypeError, ValueError
+        As there; when the call is traced, on JAX for the CPU when it runs.
     """
     require("append", PagedKVCache, cache=cache)
     where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
@@ -68,7 +89,16 @@ def mla_append(
 ) -> MLAPagedCache:
     """Give the cache with new latent rows written; as ``MLAPagedCache.append``.
 
-    ckv and kpe are ``[nnz, dim]`` or ``[nnz, 1, dim]``. The rest is as in ``append``.
+    Parameters
+    ----------
+    ckv, kpe : [nnz, head_dim_ckv], [nnz, head_dim_kpe], or with a head axis of 1
+        Rows of one dtype.
+    cache, table, indptr, batch_indices, positions, ckv_scale, kpe_scale
+        As in ``append``, which is donated to, and raises, alike.
+
+    Returns
+    -------
+    MLAPagedCache
     """
     require("mla_append", MLAPagedCache, cache=cache)
     where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
@@ -113,9 +143,27 @@ def gather(
 ) -> tuple[RaggedTensor, RaggedTensor]:
     """Copy the tokens of every request out of its pages; as ``PagedKVCache.gather``.
 
-    Keys and values are RaggedTensors ``[nnz, num_kv_heads, dim]`` with int32 offsets; ``nnz`` is
-    static, ``len(table.indices) * table.page_size`` by default. With a ``dtype`` they are converted
-    and multiplied by the scales.
+    Parameters
+    ----------
+    cache, table
+        Nouns of JAX arrays.
+    nnz : int
+        Rows to make, static; ``len(table.indices) * table.page_size`` by default.
+    dtype : str or dtype
+        What to convert to, static; the cache's by default.
+    k_scale, v_scale
+        As there; may be traced.
+
+    Returns
+    -------
+    k, v : RaggedTensor
+        ``[nnz, num_kv_heads, head_dim]`` and ``[nnz, num_kv_heads, head_dim_vo]``, with int32
+        offsets.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in ``append``.
     """
     require("gather", PagedKVCache, cache=cache)
     require("gather", PageTable, table=table)
@@ -144,7 +192,20 @@ def gather(
 
 
 def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
-    """Pack truth values into bits, eight to a byte, ``[ceil(n / 8)]`` uint8."""
+    """Pack truth values into bits; as ``cukv.packbits``.
+
+    Parameters
+    ----------
+    x : array of any shape
+        What is not 0 is true.
+    bitorder : {"little", "big"}
+        Whether the first value of a byte is its lowest bit or its highest.
+
+    Returns
+    -------
+    [ceil(n / 8)] uint8
+        Eight values to a byte; the last byte ends in zeros.
+    """
     require_arrays("packbits", x=x)
     if isinstance(x, np.ndarray) and x.dtype.kind in "iuf":
         x = x != 0  # before JAX cuts 64 bits to the lower 32
