@@ -139,6 +139,8 @@ def as_array(op: str, name: str, x: Any, like: Array | None = None) -> Array:
             of_jax = ", or make the noun by cukv.jax.noun"
         elif op in _IN_JAX:
             of_jax = f", or call cukv.jax.{_IN_JAX[op]}"
+        else:
+            of_jax = ", or work in cukv.jax"
     if not hasattr(x, "__dlpack_device__"):
         kind = type(x)
         raise TypeError(f"{op}: {name} must be a CuPy, NumPy or DLPack array, got {kind}{of_jax}")

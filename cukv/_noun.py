@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="Noun")
 
-_OF_JAX = "{}: not over arrays of JAX; functions of cukv.jax work on their nouns"
+_OF_JAX = "{}: not for nouns over arrays of JAX, which functions of cukv.jax take"
 
 
 class Noun:

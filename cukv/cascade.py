@@ -246,6 +246,8 @@ class CascadeLevels(Noun):
         op = "CascadeLevels.validate"
         if nnz is not None:
             nnz = whole_number(op, "nnz", nnz, 0)
+        if max_num_pages is not None:
+            max_num_pages = whole_number(op, "max_num_pages", max_num_pages, 0)
         rows = -1
         for level, (indptr, table) in enumerate(zip(self.qo_indptr, self.tables, strict=True)):
             starts = values(indptr)

@@ -21,7 +21,7 @@ from cukv._latent_attention import (
 from cukv._noun import CacheNoun
 from cukv._pages import PagePair, as_storage, as_storage_pair
 from cukv._plan import Plan
-from cukv.ragged import RaggedTensor, indptr_of_rows
+from cukv.ragged import RaggedTensor, offsets_of_rows
 
 if TYPE_CHECKING:
     from cukv.page_table import PageTable
@@ -225,9 +225,11 @@ class MLAPagedCache(CacheNoun):
         Current stream, no synchronisation. Source: kernels/append.cu.
         """
         op = "MLAPagedCache.append"
-        if indptr is batch_indices is positions is None:
-            indptr = indptr_of_rows(ckv, kpe)
         rows = (_as_latent_rows(op, "ckv", ckv), _as_latent_rows(op, "kpe", kpe))
+        ragged = RaggedTensor in (type(ckv), type(kpe))
+        if ragged and indptr is batch_indices is positions is None:
+            self._pages.check_table(op, table)
+            indptr = offsets_of_rows(op, table.batch_size, ckv=ckv, kpe=kpe)
         scales = (ckv_scale, kpe_scale)
         self._pages.append(op, *rows, table, indptr, batch_indices, positions, scales)
 

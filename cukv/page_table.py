@@ -60,7 +60,7 @@ class PageTable(Noun):
     ----------
     indptr : [batch_size + 1] int32 or int64, or a sequence
         Offsets of each request's **pages** in ``indices``; starts at 0. Sequences go to the home of
-        the others, or of sequences alone to NumPy.
+        the others; if all are sequences, to NumPy.
     indices : [indptr[-1]] int32 or int64, or a sequence
         Page ids. Entries at or past ``indptr[-1]`` are padding and may hold anything.
     last_page_len : [batch_size] int32 or int64, or a sequence

@@ -28,7 +28,7 @@ from cukv.ragged import (
     RaggedTensor,
     as_rows,
     check_layout,
-    indptr_of_rows,
+    offsets_of_rows,
     require_ragged,
     swap_layout,
 )
@@ -220,9 +220,9 @@ class PagedKVCache(CacheNoun):
         """Write new K and V rows, in place, into pages that ``table`` already owns. One launch.
 
         Where rows go is found from ``indptr``, or from ``batch_indices`` and ``positions``. With
-        none of them the indptr of a RaggedTensor counts (k's, if both are). Of arrays row ``b`` is
-        then request ``b``'s last token, and rows past the last request are padding; the row of a
-        request without tokens is skipped.
+        none of them the indptr of a RaggedTensor counts, which k and v share if both are. Of arrays
+        row ``b`` is then request ``b``'s last token, and rows past the last request are padding;
+        the row of a request without tokens is skipped.
 
         Parameters
         ----------
@@ -257,9 +257,11 @@ class PagedKVCache(CacheNoun):
         """
         op = "PagedKVCache.append"
         if type(k) is not cp.ndarray or type(v) is not cp.ndarray:
+            given = {"k": k, "v": v}
+            k, v = (as_rows(op, name, x) for name, x in given.items())
             if indptr is batch_indices is positions is None:
-                indptr = indptr_of_rows(k, v)
-            k, v = as_rows(op, "k", k), as_rows(op, "v", v)
+                self._pages.check_table(op, table)
+                indptr = offsets_of_rows(op, table.batch_size, **given)
         scales = (k_scale, v_scale)
         self._pages.append(op, k, v, table, indptr, batch_indices, positions, scales)
 

@@ -28,6 +28,7 @@ from cukv._check import (
     check_indptr,
     match,
     match_dtype,
+    match_index,
     match_indptr,
     match_rows,
     request_number,
@@ -461,9 +462,19 @@ def swap_layout(array: Array) -> Array:
     return array.swapaxes(1, 2)
 
 
-def indptr_of_rows(*rows: Array | RaggedTensor) -> Array | None:
-    """Give the offsets of the first RaggedTensor among rows, if one is."""
-    return next((x.indptr for x in rows if isinstance(x, RaggedTensor)), None)
+def offsets_of_rows(op: str, batch_size: int, **rows: Array | RaggedTensor) -> Array | None:
+    """Give the offsets of RaggedTensors among rows of the same requests; None if none is one.
+
+    Of several they must be the same, which is checked in NumPy only.
+    """
+    found = {f"{name}.indptr": x.indptr for name, x in rows.items() if isinstance(x, RaggedTensor)}
+    for name, indptr in found.items():
+        match_index(op, name, indptr, batch_size + 1)
+    if all(isinstance(indptr, np.ndarray) for indptr in found.values()) and len(found) == 2:
+        (first, a), (second, b) = found.items()
+        if not np.array_equal(a, b):
+            raise ValueError(f"{op}: {first} and {second} must be the same")
+    return next(iter(found.values()), None)
 
 
 def as_rows(op: str, name: str, x: Array | RaggedTensor) -> Array:

@@ -173,7 +173,7 @@ class _Pages:
 
     def places(self, at):
         """Say by batch_indices and positions where rows go that ``rows`` gives."""
-        pairs = np.array([place or (-1, 0) for place in at], np.int32)
+        pairs = np.array([place or (-1, 0) for place in at], np.int32).reshape(-1, 2)
         return dict(zip(("batch_indices", "positions"), pairs.T, strict=True))
 
     def write(self, arrays, store, rows, at):

@@ -788,6 +788,8 @@ def test_validate_checks_against_the_cache_and_the_rows_it_is_told():
     for nnz in (2.0, "2", True):
         with pytest.raises(TypeError, match=r"CascadeLevels\.validate: nnz must be an integer"):
             levels.validate(nnz=nnz)
+        with pytest.raises(TypeError, match=r"CascadeLevels\.validate: max_num_pages must be an"):
+            levels.validate(max_num_pages=nnz)
     two(row_order=[5, 1, -7, 99]).validate(nnz=6)
     with pytest.raises(ValueError, match=r"row_order\[0\] must be a row of 5, got 5"):
         two(row_order=[5, 1]).validate(nnz=5)

@@ -9,6 +9,7 @@ import cupy as cp
 import ml_dtypes
 import numpy as np
 import pytest
+from capturing import nothing_collected
 from cases import MLACase, PagedCase, fake_cupy, random_rows
 from fake_gpus import FakeGpus
 from tolerances import ATTENTION, LSE, MERGE, assert_close, assert_same_bits, max_abs
@@ -1101,19 +1102,28 @@ def test_a_plan_of_options_that_are_none_is_not_made(rng):
     ):  # fmt: skip
         with pytest.raises(error, match=rf"^BatchPrefill\w+\.plan: {name} must be"):
             wrapper.plan(QO_INDPTR, *csr(arrays), 4, 2, 64, 16, **{name: bad})
+        with pytest.raises(error, match=rf"^BatchPrefill\w+\.forward: {name} must be"):
+            wrapper.forward(q, arrays.data, **{name: bad})
     assert_same_bits(wrapper.run(q, arrays.data), want)  # by the plan before
+    wrapper = prefill_wrapper(CASE, arrays, window_left=2**40)
+    assert_same_bits(wrapper.run(q, arrays.data, window_left=2**41), want)  # no request is longer
 
 
 def test_what_is_no_array_is_named(rng):
     arrays = CASE.arrays(rng)
     q, wrapper = CASE.queries(rng, 11, 4), prefill_wrapper(CASE, arrays)
     for cache in (None, CASE.nouns(arrays)[0], (arrays.data, None)):
-        with pytest.raises(TypeError, match=r"\.run: paged_kv_cache must be an array or a pair"):
+        with pytest.raises(TypeError, match=r"\.run: paged_kv_cache must be an? "):
             wrapper.run(q, cache)
     with pytest.raises(ValueError, match=r"\.run: q must be \[nnz, num_qo_heads, head_dim\]"):
         wrapper.run(q[0], arrays.data)
-    with pytest.raises(ValueError, match=r"decode_with_kv_cache: q must be \[num_qo_heads, head"):
+    with pytest.raises(TypeError, match=r"decode_with_kv_cache: q must be a CuPy"):
         flashinfer.single_decode_with_kv_cache([1], q, q)
+    with pytest.raises(ValueError, match=r"decode_with_kv_cache: q must be \[num_qo_heads, head"):
+        flashinfer.single_decode_with_kv_cache(q, q, q)
+    for call in (wrapper.run, functools.partial(flashinfer.single_prefill_with_kv_cache, q)):
+        with pytest.raises(TypeError, match="return_lse must be True or False"):
+            call(q, arrays.data if call == wrapper.run else q, return_lse="no")
 
 
 def test_names_of_no_backend_and_no_mode_raise(rng):
@@ -1200,7 +1210,7 @@ def test_a_graph_of_torch_replays_what_is_planned_anew(torch, rng):
     plan(arrays[0])
     wrapper.run(q, cache)  # compiled from here on
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with nothing_collected(), torch.cuda.graph(graph):
         o, lse = wrapper.run(q, cache, return_lse=True)
     for case, a in zip(cases, arrays, strict=True):
         plan(a)

@@ -323,13 +323,15 @@ def test_append_goes_by_the_offsets_of_ragged_rows(rng):
     want = appended(k, v, indptr=[0, 3, 3, 4])
     for rows in ((ragged_k, ragged_v), (ragged_k, v), (k, ragged_v)):
         assert_same_bits(appended(*rows), want)
-    other = RaggedTensor(v, [0, 1, 1, 4])
-    assert_same_bits(appended(ragged_k, other), want)  # k's, if both have them
     where = {"batch_indices": [2, 2, 0, 0], "positions": [0, 2, 1, 3]}
     for way in ({"indptr": [0, 2, 2, 4]}, where):  # and what is given comes first
         assert_same_bits(appended(ragged_k, ragged_v, **way), appended(k, v, **way))
-    with pytest.raises(ValueError, match=r"indptr must be \[n=4\], got \[2\]"):
+    with pytest.raises(ValueError, match=r"append: k.indptr must be \[n=4\], got \[2\]"):
         appended(RaggedTensor(k, [0, 4]), v)
+    with pytest.raises(ValueError, match=r"append: v.indptr must be \[n=4\], got \[2\]"):
+        appended(ragged_k, RaggedTensor(v, [0, 4]))
+    with pytest.raises(ValueError, match=r"append: k.indptr and v.indptr must be the same"):
+        appended(ragged_k, RaggedTensor(v, [0, 1, 1, 4]))
 
 
 def test_a_row_repeated_by_a_stride_of_zero_is_written_everywhere(xp, rng):

@@ -90,6 +90,6 @@ class PrefillWrapper(Wrapper):
         """Take the options of a ``forward`` in place of those of its ``begin_forward``."""
         refuse(op, use_fp16_qk_reduction=use_fp16_qk_reduction)
         refuse_positions(op, pos_encoding_mode, *rope)
-        options = self._planned(op)
-        options.causal, options.window_left = truth(op, "causal", causal), window_left
-        options.logits_soft_cap, options.sm_scale = logits_soft_cap, sm_scale
+        options, causal = self._planned(op), truth(op, "causal", causal)
+        options.shape_logits(op, sm_scale, window_left, logits_soft_cap)
+        options.causal = causal

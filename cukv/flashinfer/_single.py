@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from cukv._check import truth
 from cukv.flashinfer._caller import (
     check_backend,
     data,
@@ -95,6 +96,7 @@ def attend_alone(
     """Attend for ``op`` from the rows of one request; ``options`` are those of ``prefill``."""
     refuse_positions(op, *positions)
     check_layout(op, kv_layout)
+    return_lse = truth(op, "return_lse", return_lse)
     with working_for(q):
         rows = data(op, "q", q)
         if rows.ndim != 3:

@@ -66,10 +66,13 @@ class Options:
         self.kv_data_type = dtype_of(op, "kv_data_type", kv)
         if self.o_data_type is not None:
             self.o_data_type = dtype_of(op, "o_data_type", self.o_data_type)
-        if self.sm_scale is not None:
-            self.sm_scale = host_scale(op, "sm_scale", self.sm_scale)
-        self.window_left = check_window(op, self.window_left)
-        self.logits_soft_cap = check_soft_cap(op, self.logits_soft_cap)
+        self.shape_logits(op, self.sm_scale, self.window_left, self.logits_soft_cap)
+
+    def shape_logits(self, op: str, sm_scale: Any, window_left: Any, logits_soft_cap: Any) -> None:
+        """Check what shapes the logits, and take it."""
+        scale = None if sm_scale is None else host_scale(op, "sm_scale", sm_scale)
+        window, cap = check_window(op, window_left), check_soft_cap(op, logits_soft_cap)
+        self.sm_scale, self.window_left, self.logits_soft_cap = scale, window, cap
 
     def check_call(self, op: str, q: Array, kv: Any) -> None:
         """Raise unless a call is of the shapes and dtypes that were planned.
@@ -266,7 +269,7 @@ class Wrapper:
     def _check_window(self, op: str, window_left: int | None) -> None:
         """Raise if a run is given another window than its plan."""
         wanted = self._planned(op).window_left
-        if window_left is not None and window_left != wanted:
+        if window_left is not None and check_window(op, window_left) != wanted:
             raise ValueError(f"{op}: plan was told window_left={wanted}, got {window_left}")
 
     # ------------------------------------------------------------------------------------- a run
@@ -301,6 +304,7 @@ class Wrapper:
     ) -> Any:
         """Run a verb by the plan of its shape, and give results as the caller has arrays."""
         out, lse, return_lse = results
+        return_lse = truth(op, "return_lse", return_lse)
         form = form or LseForm()
         options = self._planned(op)
         key = (

@@ -54,8 +54,9 @@ def single_decode_with_kv_cache(
     be captured into a graph.
     """
     op = "single_decode_with_kv_cache"
+    return_lse = truth(op, "return_lse", return_lse)
     if getattr(q, "ndim", None) != 2:
-        got = list(q.shape) if hasattr(q, "shape") else type(q)
+        got = list(data(op, "q", q).shape)
         raise ValueError(f"{op}: q must be [num_qo_heads, head_dim], got {got}")
     found = attend_alone(
         op,
@@ -283,12 +284,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
-    def _shape_logits(self, op: str, sm_scale: Any, window_left: Any, logits_soft_cap: Any) -> None:
-        """Put what shapes the logits in place of what ``begin_forward`` was told."""
-        options = self._planned(op)
-        options.sm_scale, options.window_left = sm_scale, window_left
-        options.logits_soft_cap = logits_soft_cap
-
     def forward(
         self,
         q: Any,
@@ -306,7 +301,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """Run with these options in place of those of ``begin_forward``."""
         op = f"{self._op}.forward"
         refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
-        self._shape_logits(op, sm_scale, window_left, logits_soft_cap)
+        self._planned(op).shape_logits(op, sm_scale, window_left, logits_soft_cap)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
     def forward_return_lse(
@@ -326,7 +321,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         """Run as ``forward``, and give ``(o, lse)``."""
         op = f"{self._op}.forward_return_lse"
         refuse_positions(op, pos_encoding_mode, rope_scale, rope_theta)
-        self._shape_logits(op, sm_scale, window_left, logits_soft_cap)
+        self._planned(op).shape_logits(op, sm_scale, window_left, logits_soft_cap)
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
         )

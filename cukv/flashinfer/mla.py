@@ -110,6 +110,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         )
         if lse_mode not in _LSE_MODES:
             raise ValueError(f"{op}: lse_mode must be one of {_LSE_MODES}, got {lse_mode!r}")
+        if sm_scale is None:
+            raise TypeError(f"{op}: sm_scale has no default: it comes from before absorption")
         options = Options(
             self._op,
             num_heads,
@@ -233,10 +235,14 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         op: str, options: Options, head_dim_kpe: int, q: Array, cache: MLAPagedCache
     ) -> None:
         """Raise unless a call is of the shapes and dtypes that were planned."""
+        if q.ndim != 3:
+            raise ValueError(
+                f"{op}: q_nope must be [rows, num_heads, head_dim_ckv], got {list(q.shape)}"
+            )
         for name, wanted, got in (
             ("q_data_type", options.q_data_type, q.dtype),
             ("kv_data_type", options.kv_data_type, cache.dtype),
-            ("num_heads", options.num_qo_heads, q.shape[1] if q.ndim == 3 else None),
+            ("num_heads", options.num_qo_heads, q.shape[1]),
             ("head_dim_ckv", options.head_dim_qk, cache.head_dim_ckv),
             ("head_dim_kpe", head_dim_kpe, cache.head_dim_kpe),
             ("page_size", options.page_size, cache.page_size),

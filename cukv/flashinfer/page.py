@@ -134,10 +134,10 @@ def append_paged_mla_kv_cache(
 def paged_cache(op: str, paged_kv_cache: Any, kv_layout: str) -> PagedKVCache:
     """Make the noun of a cache: 5-D, a pair of 4-D, or, for pages of one token, an axis less."""
     given = detached(paged_kv_cache)
-    parts = given if isinstance(given, tuple) else (given,)
-    if not all(hasattr(part, "ndim") for part in parts):
-        kind = type(paged_kv_cache)
-        raise TypeError(f"{op}: paged_kv_cache must be an array or a pair of arrays, got {kind}")
+    parts = tuple(
+        part if hasattr(part, "ndim") else data(op, "paged_kv_cache", part)
+        for part in (given if isinstance(given, tuple) else (given,))
+    )
     token_axis = -2 if kv_layout == "NHD" else -1  # where pages of one token lack it
     dims = 4 if isinstance(given, tuple) else 5
     if all(part.ndim == dims - 1 for part in parts):

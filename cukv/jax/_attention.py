@@ -455,7 +455,8 @@ def merge_states(o: Array, lse: Array) -> tuple[Array, Array]:
     Raises
     ------
     TypeError, ValueError
-        As there; when the call is traced, on JAX for the CPU when it runs.
+        As there, when the call is traced (on JAX for the CPU when it runs, inside a
+        JaxRuntimeError).
     """
     require_arrays("merge_states", o=o, lse=lse)
 

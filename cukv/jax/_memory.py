@@ -66,7 +66,8 @@ def append(
     Raises
     ------
     TypeError, ValueError
-        As there; when the call is traced, on JAX for the CPU when it runs.
+        As there, when the call is traced (on JAX for the CPU when it runs, inside a
+        JaxRuntimeError).
     """
     require("append", PagedKVCache, cache=cache)
     where = present(indptr=indptr, batch_indices=batch_indices, positions=positions)
@@ -91,10 +92,10 @@ def mla_append(
 
     Parameters
     ----------
-    ckv, kpe : [nnz, head_dim_ckv], [nnz, head_dim_kpe], or with a head axis of 1
+    ckv, kpe : [nnz, head_dim_ckv], [nnz, head_dim_kpe], or with a head axis of 1, or RaggedTensors
         Rows of one dtype.
     cache, table, indptr, batch_indices, positions, ckv_scale, kpe_scale
-        As in ``append``, which is donated to, and raises, alike.
+        As in ``append``, and so are donation and errors.
 
     Returns
     -------
@@ -204,7 +205,12 @@ def packbits(x: Array, bitorder: BitOrder = "little") -> Array:
     Returns
     -------
     [ceil(n / 8)] uint8
-        Eight values to a byte; the last byte ends in zeros.
+        Eight values to a byte; the unused bits of the last one are 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in ``append``.
     """
     require_arrays("packbits", x=x)
     if isinstance(x, np.ndarray) and x.dtype.kind in "iuf":
