@@ -226,10 +226,9 @@ class MLAPagedCache(CacheNoun):
         """
         op = "MLAPagedCache.append"
         rows = (_as_latent_rows(op, "ckv", ckv), _as_latent_rows(op, "kpe", kpe))
-        ragged = RaggedTensor in (type(ckv), type(kpe))
-        if ragged and indptr is batch_indices is positions is None:
-            self._pages.check_table(op, table)
-            indptr = offsets_of_rows(op, table.batch_size, ckv=ckv, kpe=kpe)
+        if RaggedTensor in (type(ckv), type(kpe)):
+            where = indptr, batch_indices, positions
+            indptr = offsets_of_rows(op, self._pages, table, where, ckv=ckv, kpe=kpe)
         scales = (ckv_scale, kpe_scale)
         self._pages.append(op, *rows, table, indptr, batch_indices, positions, scales)
 

@@ -259,9 +259,8 @@ class PagedKVCache(CacheNoun):
         if type(k) is not cp.ndarray or type(v) is not cp.ndarray:
             given = {"k": k, "v": v}
             k, v = (as_rows(op, name, x) for name, x in given.items())
-            if indptr is batch_indices is positions is None:
-                self._pages.check_table(op, table)
-                indptr = offsets_of_rows(op, table.batch_size, **given)
+            where = indptr, batch_indices, positions
+            indptr = offsets_of_rows(op, self._pages, table, where, **given)
         scales = (k_scale, v_scale)
         self._pages.append(op, k, v, table, indptr, batch_indices, positions, scales)
 

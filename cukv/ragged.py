@@ -43,7 +43,9 @@ from cukv._ragged_pages import checked_pages, ragged_pages
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from cukv._pages import PagePair
     from cukv.masks import Mask
+    from cukv.page_table import PageTable
 
 LAYOUTS = ("NHD", "HND")
 _FLOAT64 = np.dtype(np.float64)
@@ -462,19 +464,29 @@ def swap_layout(array: Array) -> Array:
     return array.swapaxes(1, 2)
 
 
-def offsets_of_rows(op: str, batch_size: int, **rows: Array | RaggedTensor) -> Array | None:
-    """Give the offsets of RaggedTensors among rows of the same requests; None if none is one.
+def offsets_of_rows(
+    op: str,
+    pages: PagePair,
+    table: PageTable,
+    where: tuple[Array | None, Array | None, Array | None],
+    **rows: Array | RaggedTensor,
+) -> Array | None:
+    """Give the ``indptr`` of an append: without any of ``where`` that of RaggedTensors among rows.
 
-    Of several they must be the same, which is checked in NumPy only.
+    ``where`` is (indptr, batch_indices, positions). Of several RaggedTensors offsets must be the
+    same, which is checked in NumPy only.
     """
     found = {f"{name}.indptr": x.indptr for name, x in rows.items() if isinstance(x, RaggedTensor)}
+    if not found or any(x is not None for x in where):
+        return where[0]
+    pages.check_table(op, table)
     for name, indptr in found.items():
-        match_index(op, name, indptr, batch_size + 1)
-    if all(isinstance(indptr, np.ndarray) for indptr in found.values()) and len(found) == 2:
-        (first, a), (second, b) = found.items()
-        if not np.array_equal(a, b):
-            raise ValueError(f"{op}: {first} and {second} must be the same")
-    return next(iter(found.values()), None)
+        match_index(op, name, indptr, table.batch_size + 1)
+    first, *others = found.values()
+    on_host = all(isinstance(indptr, np.ndarray) for indptr in found.values())
+    if on_host and not all(np.array_equal(first, indptr) for indptr in others):
+        raise ValueError(f"{op}: {' and '.join(found)} must be the same")
+    return first
 
 
 def as_rows(op: str, name: str, x: Array | RaggedTensor) -> Array:

@@ -171,9 +171,11 @@ class _Pages:
         arguments = {"batch_indices": batch_indices, "positions": positions}
         return Rows(arguments, [at for _, at in pairs])
 
-    def places(self, at):
-        """Say by batch_indices and positions where rows go that ``rows`` gives."""
-        pairs = np.array([place or (-1, 0) for place in at], np.int32).reshape(-1, 2)
+    def where(self, rows, given):
+        """Say where ``rows`` go that are ``given``: a RaggedTensor's own offsets must not count."""
+        if rows.arguments or not isinstance(given, cukv.RaggedTensor):
+            return rows.arguments
+        pairs = np.array([place or (-1, 0) for place in rows.at], np.int32).reshape(-1, 2)
         return dict(zip(("batch_indices", "positions"), pairs.T, strict=True))
 
     def write(self, arrays, store, rows, at):

@@ -26,9 +26,7 @@ def check_append(xp, case, way, rng, rows_of=lambda x: x):
         case.write(arrays, store, values, rows.at)
     cache, table = case.nouns(arrays, xp)
     given = [rows_of(on(xp, x)) for x in new]
-    where = rows.arguments
-    if not where and isinstance(given[0], RaggedTensor):  # whose own offsets would count
-        where = case.places(rows.at)
+    where = case.where(rows, given[0])
     cache.append(*given, table, **{name: on(xp, x) for name, x in where.items()})
     for got, expected in zip(case.stores(cache.data), want, strict=True):
         assert_same_bits(got, expected)

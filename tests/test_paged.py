@@ -67,9 +67,7 @@ def check_append(xp, case, way, rng, *, rows_of=lambda x: x, index_of=lambda x: 
     table = PageTable(*(index_of(x) for x in (table.indptr, table.indices, table.last_page_len)),
                       table.page_size)  # fmt: skip
     given = [rows_of(on(xp, x)) for x in new]
-    where = rows.arguments
-    if not where and isinstance(given[0], RaggedTensor):  # whose own offsets would count
-        where = case.places(rows.at)
+    where = case.where(rows, given[0])
     arguments = {name: index_of(on(xp, x)) for name, x in where.items()}
     cache.append(*given, table, **arguments, **options)
     for got, expected in zip(case.stores(cache.data), want, strict=True):

@@ -10,7 +10,6 @@ from cukv._check import truth
 from cukv.flashinfer._caller import check_backend, data, refuse, refuse_positions, working_for
 from cukv.flashinfer._prefill import PrefillWrapper
 from cukv.flashinfer._wrapper import LseForm, Options
-from cukv.flashinfer.page import paged_cache
 from cukv.page_table import PageTable
 from cukv.ragged import RaggedTensor
 
@@ -214,9 +213,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         self._check_window(op, window_left)
         qo_indptr, table, mask = self._nouns
         with working_for(q):
-            cache = self._noun_of(
-                paged_kv_cache, lambda given: paged_cache(op, given, self._layout)
-            )
+            cache = self._cache_of(op, paged_kv_cache)
             rows = data(op, "q", q)
             options.check_call(op, rows, cache)
             queries = RaggedTensor(rows, qo_indptr)

@@ -31,12 +31,14 @@ from cukv.flashinfer._caller import (
     target,
     working_for,
 )
+from cukv.flashinfer.page import paged_cache
 from cukv.ragged import check_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cukv._plan import Plan
+    from cukv.paged import PagedKVCache
 
 
 @dataclass
@@ -290,6 +292,13 @@ class Wrapper:
             refs = tuple(weakref.ref(part, forget) for part in parts)
             known = self._known[key] = _Known(refs, places, make(given))
         return known.noun
+
+    def _cache_of(self, op: str, paged_kv_cache: Any) -> PagedKVCache:
+        """Make the noun of a run's cache."""
+        noun: PagedKVCache = self._noun_of(
+            paged_kv_cache, lambda given: paged_cache(op, given, self._layout)
+        )
+        return noun
 
     def _attend(
         self,

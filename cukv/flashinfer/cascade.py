@@ -21,7 +21,6 @@ from cukv.flashinfer._caller import (
     working_for,
 )
 from cukv.flashinfer._wrapper import Options, Wrapper
-from cukv.flashinfer.page import paged_cache
 from cukv.page_table import PageTable
 
 __all__ = [
@@ -227,9 +226,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
         options = self._planned(op)
         (levels,) = self._nouns
         with working_for(q):
-            cache = self._noun_of(
-                paged_kv_cache, lambda given: paged_cache(op, given, self._layout)
-            )
+            cache = self._cache_of(op, paged_kv_cache)
             rows = data(op, "q", q)
             options.check_call(op, rows, cache)
             mask_and_window = {"causal": options.causal, "window_left": options.window_left}

@@ -18,7 +18,6 @@ from cukv.flashinfer._caller import (
 )
 from cukv.flashinfer._single import attend_alone
 from cukv.flashinfer._wrapper import Options, Wrapper
-from cukv.flashinfer.page import paged_cache
 from cukv.page_table import PageTable
 from cukv.ragged import RaggedTensor
 
@@ -54,7 +53,6 @@ def single_decode_with_kv_cache(
     be captured into a graph.
     """
     op = "single_decode_with_kv_cache"
-    return_lse = truth(op, "return_lse", return_lse)
     if getattr(q, "ndim", None) != 2:
         got = list(data(op, "q", q).shape)
         raise ValueError(f"{op}: q must be [num_qo_heads, head_dim], got {got}")
@@ -252,9 +250,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if q_len_per_req is not None and q_len_per_req != rows_each:
             raise ValueError(f"{op}: plan was told q_len_per_req={rows_each}, got {q_len_per_req}")
         with working_for(q):
-            cache = self._noun_of(
-                paged_kv_cache, lambda given: paged_cache(op, given, self._layout)
-            )
+            cache = self._cache_of(op, paged_kv_cache)
             rows = data(op, "q", q)
             options.check_call(op, rows, cache)
             planned: dict[str, Any] = {"window_left": options.window_left}
