@@ -40,17 +40,16 @@ Examples
 """
 
 from cukv.jax._attention import (
-    Plan,
     cascade,
     decode,
     merge_states,
     mla_decode,
-    plan,
     prefill,
     ragged_prefill,
 )
 from cukv.jax._memory import append, gather, mla_append, packbits
 from cukv.jax._nouns import noun
+from cukv.jax._plans import Plan, plan
 from cukv.jax._sharding import pmerge_states
 
 __all__ = [
